@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hydra_tune.pool.shard_pool import ShardPool
     from hydra_tune.simulation.simulate import simulate
     from hydra_tune.trials.preparation import prepare, release, resume_step
+    from hydra_tune.trials.shared_base import share
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "prepare",
     "release",
     "resume_step",
+    "share",
     "simulate",
     "trainable",
     "tune",
@@ -65,6 +67,7 @@ _HOME = {
     "prepare": "hydra_tune.trials.preparation",
     "release": "hydra_tune.trials.preparation",
     "resume_step": "hydra_tune.trials.preparation",
+    "share": "hydra_tune.trials.shared_base",
     "simulate": "hydra_tune.simulation.simulate",
     "trainable": "hydra_tune.integrations.ray_tune.trainable",
     "tune": "hydra_tune.integrations.ray_tune.tune",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -39,6 +39,7 @@ class Block:
     writes_buffers  whether its forward may write to buffers; False once a pilot has seen that it does not
     casts           (place in `slot_parameters`, dtype) of weights that it uses only as autocast's copies
     saved_counts    how many tensors a call saves for its backward, in the calls that were measured
+    riders          ids of trained weights that are no part of the slot: they are promoted for each visit
     is_checked      whether a repetition was compared with its forward, and made the same
     is_current      whether the model is still cut into this block and not another way
     """
@@ -51,6 +52,7 @@ class Block:
     writes_buffers: bool = True
     casts: frozenset[tuple[int, torch.dtype]] = frozenset()
     saved_counts: frozenset[int] = frozenset()
+    riders: frozenset[int] = frozenset()
     is_checked: bool = False
     is_current: bool = True
 
@@ -84,6 +86,10 @@ class Block:
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def let_ride(self, trained: Container[int]) -> None:
+        """Have these of its weights promoted for each visit; the others are frozen, and in a slot."""
+        self.riders = frozenset(id(p) for p in self.slot_parameters if id(p) in trained)
 
     def lend(self, weights: Sequence[torch.Tensor]) -> None:
         """Put these tensors in the modules' `_parameters`, in place of `slot_parameters`, until `take_back`."""

@@ -179,7 +179,9 @@ class Call:
                 )
             if are_trained(weights) != self._trained:
                 raise _changed_in_forward(block, "changes requires_grad of")
-            if copy.num_bytes and any(map(copy.has, tensors_in(outputs))):  # the slot will hold another shard
+            if (copy.num_bytes or copy.riders) and any(
+                map(copy.has, tensors_in(outputs))
+            ):  # the slot will hold another shard
                 outputs = map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             return outputs
         finally:
@@ -228,11 +230,13 @@ class Call:
             if start <= place < end:
                 offset = (place - start) // tensor.element_size()
                 return _new_view((parameter, offset, tensor.size(), tensor.stride(), dtype_of(tensor), True))
-        if not self._start <= place < self._end:
-            return None
         whole, offset = self._weight_at.get(place), 0
         if whole is None:
-            whole, start = self._copy.parameter_at(place)
+            is_in_slot = self._start <= place < self._end
+            found = self._copy.parameter_at(place) if is_in_slot else self._copy.rider_at(place)
+            if found is None:
+                return None
+            whole, start = found
             offset = (place - start) // tensor.element_size()
         return _new_view((whole, offset, tensor.size(), tensor.stride(), tensor.dtype, False))
 

@@ -3,6 +3,9 @@
 host buffer   | block 0 | block 1 | block 2 | ...       parameters, in the order in which blocks run
                         \\_________/
 slot                    | block 1 | tied |              one copy for neighbours in the buffer, one for each other
+
+**Riders** are small trained weights beside frozen ones, as adapters that are not held on the device. The slot has the
+frozen ones, which other trials may use, too. Riders are promoted beside it, for one visit.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import nn
 from hydra_tune.blocks.block import Block, are_trained
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.host_weights import HostWeights
+from hydra_tune.devices.shared_slot import SharedSlot
 from hydra_tune.devices.tensor_bytes import storage_bytes, tensor_bytes, versions_of
 
 
@@ -28,20 +32,34 @@ class DeviceCopy:
     counted    whether the device's meter counts the slot
     is_new     filled in the trial's own thread, and not visited since
     used       the mark of the last computation that needs the slot (`Device.mark`); None if it was not used
+    shared     the slot, if other trials use it, too
     """
 
-    def __init__(self, device: Device, slot: torch.Tensor, blocks: Sequence[Block], host: HostWeights | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        slot: torch.Tensor,
+        blocks: Sequence[Block],
+        host: HostWeights | None,
+    ) -> None:
         self.device = device
+        self.shared: SharedSlot | None = None
         self.slot = slot
         self.start = slot.data_ptr()
         self.num_bytes = 0
         self.counted = False
         self.is_new = False
         self.used: Any = None
-        self._parameters = list({id(p): p for block in blocks for p in block.slot_parameters}.values())
+        riders = frozenset[int]().union(*(block.riders for block in blocks))
+        every = {id(p): p for block in blocks for p in block.slot_parameters}
+        self._parameters = [p for key, p in every.items() if key not in riders]
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
-        # the numbers of each block's weights, by the id of its `slot_parameters`
-        self._numbers_of = {id(b.slot_parameters): [self._numbers[id(p)] for p in b.slot_parameters] for b in blocks}
+        # the numbers of each block's weights, by the id of its `slot_parameters`; not of blocks with riders
+        self._numbers_of = {
+            id(b.slot_parameters): [self._numbers[id(p)] for p in b.slot_parameters] for b in blocks if not b.riders
+        }
+        self.riders: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # by id, with the values of now
+        self.rider_memory: torch.Tensor | None = None
         self._data = [p.data for p in self._parameters]  # read once, so that all of the loop sees the same tensors
         self._views: list[torch.Tensor] = []
         self._starts: list[int] = []  # addresses of the weights in the slot
@@ -78,6 +96,17 @@ class DeviceCopy:
         self._versions = versions_of(self._parameters)
         self.device.promote(self._copies)
 
+    def take_filled(self, shared: SharedSlot) -> None:
+        """Another trial has filled the slot with the same weights."""
+        self.shared = shared
+        self._versions = versions_of(self._parameters)
+
+    def note_use(self, trial: int) -> None:
+        """The trial's computations so far may need the slot."""
+        self.used = self.device.mark()
+        if self.shared is not None and self.used is not None:
+            self.shared.used[trial] = self.used
+
     def stale(self, parameters: Sequence[nn.Parameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(device, host) tensors of those parameters that were written on the host since the copy. The caller copies
         them anew."""
@@ -101,12 +130,48 @@ class DeviceCopy:
         """Whether `fill` may be called again: the weights have the same addresses and layouts as before."""
         return _layout(self._parameters) == self._layout
 
+    # ---- riders ----
+
+    def bring_riders(self, block: Block) -> None:
+        """Promote the block's riders, unless they are there."""
+        if self.riders.keys() == block.riders:
+            return
+        self.drop_riders()
+        riders = [p for p in block.slot_parameters if id(p) in block.riders]
+        memory = self.device.scratch(sum(map(storage_bytes, riders)))
+        first, views = 0, []
+        for p in riders:
+            views.append(memory.view(p.dtype).as_strided(p.size(), p.stride(), first // p.element_size()).data)
+            first += storage_bytes(p)
+        if self.counted:
+            self.device.slot_meter.add([memory])
+        self.device.promote(list(zip(views, [p.data for p in riders], strict=True)))
+        self.rider_memory = memory
+        self.riders = {id(p): (p, view) for p, view in zip(riders, views, strict=True)}
+
+    def drop_riders(self) -> None:
+        """The visit is over."""
+        if self.rider_memory is not None:
+            self.device.retire(self.rider_memory, self.device.mark())
+            if self.counted:
+                self.device.slot_meter.disown(self.rider_memory)
+            self.rider_memory, self.riders = None, {}
+
+    def rider_at(self, place: int) -> tuple[nn.Parameter, int] | None:
+        """The rider whose values are at an address, and the address where they begin."""
+        for p, view in self.riders.values():
+            if 0 <= place - view.data_ptr() < max(1, tensor_bytes(view)):
+                return p, view.data_ptr()
+        return None
+
     # ---- for a visit ----
 
     def weight(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The parameter's values in the slot; of a parameter that is held on the device, its own data."""
+        """The parameter's values on the device: in the slot, or a rider's; if it is held there, its own data."""
         i = self._numbers.get(id(parameter))
-        return parameter.data if i is None else self._views[i]
+        if i is None:
+            return self.riders.get(id(parameter), (parameter, parameter.data))[1]
+        return self._views[i]
 
     def aliases(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
         """New tensors that share memory with the weights here, without a graph."""
@@ -126,7 +191,9 @@ class DeviceCopy:
             leaf = self._leaves.get(id(p))
             if leaf is None:
                 with torch.inference_mode(False):
-                    leaf = self._leaves[id(p)] = nn.Parameter(self.weight(p).data, flag)
+                    leaf = nn.Parameter(self.weight(p).data, flag)
+                if id(p) not in self.riders:
+                    self._leaves[id(p)] = leaf
             if leaf.requires_grad != flag:
                 leaf.requires_grad_(flag)
             leaf.__dict__ = p.__dict__  # an attribute that is set on the leaf is the parameter's
@@ -137,7 +204,8 @@ class DeviceCopy:
         """Whether the tensor lies in the slot, and must be cloned to outlive the visit."""
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return False
-        return self.start <= tensor.data_ptr() < self.start + self.num_bytes
+        place = tensor.data_ptr()
+        return self.start <= place < self.start + self.num_bytes or self.rider_at(place) is not None
 
     def parameter_at(self, place: int) -> tuple[nn.Parameter, int]:
         """The parameter whose values are at an address in the slot, and the address where they begin."""

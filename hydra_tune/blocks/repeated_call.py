@@ -165,7 +165,7 @@ class RepeatedCall(Call):
         saved.value = None
         self.num_saved += 1
         place = place_of(tensor)
-        if self._start <= place < self._end or self._cast_places:
+        if self._start <= place < self._end or self._cast_places or self._copy.riders:
             saved.value = self._weight_view(tensor, place)
         if saved.value is None:
             for start, end in self._inputs:

@@ -50,6 +50,10 @@ class CudaDevice(Device):
             self._slots[offset] = slot
         return slot
 
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        with torch.cuda.stream(self._h2d):  # filled there; its memory is used again once `retire` lets that stream
+            return super().scratch(num_bytes)
+
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
         """A slot that is still here was never retired: its model was garbage collected. Nobody knows when, and on which
         stream, it was used last, so the host waits for the whole device."""

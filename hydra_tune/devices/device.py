@@ -6,9 +6,9 @@
 With ``HYDRA_TUNE_CHECKS=1`` freed slots are filled with NaN.
 
 Another kind of device is a subclass, as `CudaDevice` in `cuda_device.py`. It sets `is_virtual = False` and its rates,
-overrides what moves bytes or waits (`slot`, `free_slot`, `retire`, `mark`, `synchronize`, `promote`, `spill`,
-`free_cache`, `pin`, `unpin`, `measured_peak_bytes`), is opened in `open_devices.py`, and names the generators that its
-operators draw from (`randomness/random_state.py`).
+overrides what moves bytes or waits (`slot`, `free_slot`, `scratch`, `retire`, `mark`, `synchronize`, `promote`,
+`spill`, `free_cache`, `pin`, `unpin`, `measured_peak_bytes`), is opened in `open_devices.py`, and names the generators
+that its operators draw from (`randomness/random_state.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from hydra_tune.config import checks_enabled, format_bytes
 from hydra_tune.devices.meter import TrialMeter
+from hydra_tune.devices.shared_slot import SharedSlot
 from hydra_tune.process.fork import gate
 from hydra_tune.schedule.ledger import Ledger
 
@@ -65,6 +66,7 @@ class Device:
         self.budget_bytes = budget_bytes
         self.live_bytes = self.most_live_bytes = 0  # bytes of the storages that meters count, now and at most
         self.slot_meter = TrialMeter(self, -1)  # slots are no trial's: a step's bytes do not include them
+        self.shared_slots: dict[int, SharedSlot] = {}  # by the number of the weights; filled, and not dropped yet
         self.generators: list[torch.Generator] = []  # default generators of operators on this device; a CPU has none
         self.process = gate.process
         if self.is_virtual:
@@ -117,6 +119,15 @@ class Device:
 
     def retire(self, slot: torch.Tensor, used: Any) -> None:
         """Let later promotions use the slot's memory once the device has passed `used`, a mark of the last use."""
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        """Memory beside the slots for weights that are promoted for one visit. Given up by `retire`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def drop_shared(self, number: int) -> None:
+        """Give up the shared slot with the weights of this number, if it was filled."""
+        if (slot := self.shared_slots.pop(number, None)) is not None:
+            slot.drop()
 
     def mark(self) -> Any:
         """An event at the current end of the calling thread's work on the device; None where the host is never ahead

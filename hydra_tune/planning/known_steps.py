@@ -90,5 +90,11 @@ class KnownSteps:
         )  # fmt: skip
         return StepKind(torch.is_grad_enabled(), setting, partition.input_signature(inputs), state.parameters)
 
+    def trained(self, model: nn.Module) -> set[int]:
+        """The ids of the model's parameters that require a gradient now, or did in a step that was measured."""
+        kinds = [kind for measure in self.measures for kind in measure.kinds]
+        now = {id(p) for p in model.parameters() if p.requires_grad}
+        return now.union(key for kind in kinds for _, _, flag, key in kind.parameters or () if flag)
+
     def covers(self, kind: StepKind) -> bool:
         return any(measure.covers(kind) for measure in self.measures)

@@ -9,7 +9,7 @@ module's own back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from hydra_tune.blocks.stand_ins import BlockForward
 from hydra_tune.devices.meter import ADVICE
 from hydra_tune.errors import BudgetError, PrepareError
 from hydra_tune.planning import partition
+from hydra_tune.planning.adapters import REASON, adapters_to_hold
 from hydra_tune.planning.fingerprint import has_users_hook
 from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile, Cut, TrialPlan
 
@@ -61,9 +62,12 @@ class ModelCut:
         self.choices, self.is_stale = choices, False
         trial = self._trial
         self.blocks = partition.blocks_of(trial.model, trial.pool.budget_bytes, choices, profiles, self.blocks)
+        if adapters := adapters_to_hold(trial, self.blocks):
+            self.choices = choices = choices.adding("held", adapters, REASON)
+            self.blocks = partition.blocks_of(trial.model, trial.pool.budget_bytes, choices, profiles, self.blocks)
         self.uses = Counter(id(p) for block in self.blocks for p in block.slot_parameters)
         for block in self.blocks:  # from here on, calls of them are visits
-            block.is_current = True
+            block.is_current, block.riders = True, frozenset()
             block.module.forward = BlockForward(block, trial)
         if trial.planner.pilot is not None:  # a pilot has everything but the blocks on the device
             trial.residency.hold(trial.model, self.blocks, trial.optimizers)
@@ -113,10 +117,13 @@ class ModelCut:
 
     # ---- shards ----
 
-    def pack(self, plan: TrialPlan) -> list[list[Block]]:
-        """Put the blocks in the order of this plan. Returns the blocks of each of its shards."""
+    def pack(self, plan: TrialPlan, trained: Container[int]) -> list[list[Block]]:
+        """Put the blocks in the order of this plan. Returns the blocks of each of its shards. `trained` has the ids of
+        parameters that are ever trained."""
         names = {block.name: block for block in self.blocks}
         self.blocks = [names[profile.name] for profile in plan.blocks]
+        for block, profile in zip(self.blocks, plan.blocks, strict=True):
+            block.let_ride(trained if profile.rides and not plan.resident else ())
         self._shard_of = {self.blocks[i].name: n for n, shard in enumerate(plan.shards) for i in shard.blocks}
         return [[self.blocks[i] for i in shard.blocks] for shard in plan.shards]
 

@@ -124,7 +124,9 @@ def _measured(make: type[torch.optim.Optimizer], options: dict[str, Any], like: 
     Returns bytes of state per parameter; then bytes of temporaries: per parameter if it steps all at once, else 0; and
     of two parameters if it steps one after another, else 0.
     """
-    if make.__module__.partition(".")[0] != "torch" and (_global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+    hooks = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("hydra_tune.")]
+    if make.__module__.partition(".")[0] != "torch" and foreign:
         raise RuntimeError("hooks of all optimizers would be called, if it calls its base's step")
 
     def step_copy(number: int) -> tuple[int, int]:

@@ -22,11 +22,13 @@ from hydra_tune.blocks.tree import flatten, tensors_in
 from hydra_tune.config import format_bytes
 from hydra_tune.devices.tensor_bytes import tensor_bytes
 from hydra_tune.errors import BudgetError
+from hydra_tune.schedule.ledger import HeldWeights
 from hydra_tune.schedule.plan import BlockProfile, Cut, Shard, TrialPlan
 
 # Such a slot takes 5 ms to copy on the fastest links, ten times what a task costs the host. Larger ones would gain
 # little and take room from others.
 MOST_SLOT_BYTES = 1 << 28
+FROZEN_SHARDS = 16  # frozen blocks share a shard if it is no larger than this part of the budget
 UNMEASURED = "no first step has called it"
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _STACKS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -119,6 +121,8 @@ def make_plan(
     resident_bytes: int,
     step_bytes: int,
     late_bytes: int = 0,
+    loose_weights: HeldWeights = (),
+    resident_weights: HeldWeights = (),
     may_be_resident: bool = True,
     cut: Cut = Cut(),  # noqa: B008
 ) -> TrialPlan:
@@ -127,6 +131,7 @@ def make_plan(
     `loose_bytes`     parameters outside every block, with gradients and optimizer state
     `resident_bytes`  all parameters, with gradients and optimizer state
     `step_bytes`      boundary tensors, operators between blocks and the loss
+    `..._weights`     frozen parameters, beside the bytes of the same name: number and bytes of each
     `late_bytes`      in a spilled step: gradients of one block that go to the host while the next one computes
 
     Raises:
@@ -134,7 +139,7 @@ def make_plan(
     """
     blocks, saved = tuple(profiles), sum(p.saved_bytes for p in profiles)
     whole = replace(_shard_of(range(len(blocks)), blocks), slot_bytes=0, boundary_bytes=0)
-    resident = TrialPlan(True, (whole,), blocks, resident_bytes, step_bytes + saved, cut)
+    resident = TrialPlan(True, (whole,), blocks, resident_bytes, step_bytes + saved, cut, resident_weights)
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
     if not profiles:
@@ -144,19 +149,22 @@ def make_plan(
         ).lacking(resident.need_bytes, budget_bytes)
     step_bytes += late_bytes
     largest = sorted(profiles, key=lambda p: p.weight_bytes + p.work_bytes, reverse=True)
-    p, room_bytes = largest[0], budget_bytes - loose_bytes - step_bytes
-    need_bytes = loose_bytes + step_bytes + p.weight_bytes + p.work_bytes
+    held_bytes = loose_bytes + sum(num_bytes for _, num_bytes in loose_weights)
+    p, room_bytes = largest[0], budget_bytes - held_bytes - step_bytes
+    need_bytes = held_bytes + step_bytes + p.weight_bytes + p.work_bytes
     if need_bytes > budget_bytes:
-        parts = map(format_bytes, (p.weight_bytes, p.work_bytes, loose_bytes + step_bytes, budget_bytes))
+        parts = map(format_bytes, (p.weight_bytes, p.work_bytes, held_bytes + step_bytes, budget_bytes))
         raise BudgetError(
             "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
             "{}".format(p.name, format_bytes(need_bytes, up=True), *parts, cut.advice())
         ).lacking(need_bytes, budget_bytes, [p.name for p in largest if p.weight_bytes + p.work_bytes > room_bytes])
-    shards = pack_shards(profiles, room_bytes)
-    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut)
+    shards = pack_shards(profiles, room_bytes, budget_bytes // FROZEN_SHARDS)
+    return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut, loose_weights)
 
 
-def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shard, ...]:
+def pack_shards(
+    profiles: Sequence[BlockProfile], room_bytes: int, frozen_bytes: int = MOST_SLOT_BYTES
+) -> tuple[Shard, ...]:
     """Consecutive blocks, for a trial with `room_bytes` for slots and work. In O(blocks * log(room_bytes)).
 
     Two shards fit beside the largest work of any block, and none is larger than `MOST_SLOT_BYTES`, except a block
@@ -165,6 +173,9 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
 
         forward    | promoted | promoted | promoted | promoted |
         backward   | promoted | promoted | kept since forward  |
+
+    Frozen blocks have shards of their own, of at most `frozen_bytes`, unless one is larger by itself. So trials over
+    one base cut it alike, whatever room each has, and share its slots.
 
     1. Only the first kept block decides the bytes. With one block a shard this block comes earliest: a longer
        shard needs all its blocks on the device while the one with the largest work computes.
@@ -183,7 +194,12 @@ def pack_shards(profiles: Sequence[BlockProfile], room_bytes: int) -> tuple[Shar
         for i, p in enumerate(profiles):
             size, work = size + p.weight_bytes, max(work, p.work_bytes)
             kept_bytes += p.weight_bytes if i >= kept else 0
-            begins = i in (0, kept) or (i < kept and p.visits != profiles[i - 1].visits)
+            before = profiles[i - 1]
+            if p.is_frozen and i and before.is_frozen:
+                begins = size > min(limit, frozen_bytes)
+            else:
+                begins = i in (0, kept) or p.is_frozen != before.is_frozen
+                begins = begins or (i < kept and p.visits != before.visits)
             if begins or size > limit or kept_bytes + work > room_bytes:
                 parts.append([])
                 size, work = p.weight_bytes, p.work_bytes
@@ -227,7 +243,7 @@ def summary_of(plan: TrialPlan) -> dict[str, Any]:
     """The plan as plain data, for a report."""
     return {
         "resident": plan.resident,
-        "held_bytes": plan.held_bytes,
+        "held_bytes": plan.all_held_bytes,
         "step_bytes": plan.step_bytes,
         "weight_bytes": sum(p.weight_bytes for p in plan.blocks),
         "shards": [{**vars(shard), "blocks": [plan.blocks[i].name for i in shard.blocks]} for shard in plan.shards],

@@ -99,7 +99,7 @@ class Pilot:
     def _drop_copy(self) -> None:
         if self._copy is not None:
             (block, copy), self._copy = self._copy, None
-            copy.used = copy.device.mark()
+            copy.note_use(self._trial.id)
             self._trial.residency.drop(copy)
             self._trial.residency.device.free_slot(None, block.weight_bytes)
 

@@ -32,13 +32,14 @@ from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import plan_key
+from hydra_tune.planning.held_bytes import held_bytes
 from hydra_tune.planning.known_steps import KnownSteps
-from hydra_tune.planning.measured_plans import held_bytes, make_plans
+from hydra_tune.planning.measured_plans import make_plans
 from hydra_tune.planning.model_cut import ModelCut
 from hydra_tune.planning.pilot import Pilot
 from hydra_tune.planning.refusals import refuse_computed_weights, refuse_unsupported
 from hydra_tune.planning.step_kind import StepKind, StepMeasure
-from hydra_tune.schedule.events import Admit, PilotDone, PilotReady, PlanReady, StartPilot
+from hydra_tune.schedule.events import Admit, PilotDone, PilotReady, PlanReady, Shared, StartPilot
 from hydra_tune.schedule.plan import TOO_LARGE, Cut, TrialPlan
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class Planner:
         self.known = KnownSteps()
         self.plan: TrialPlan | None = None  # the one that the trial is admitted under
         self.pilot: Pilot | None = None  # the one under way
+        self.trained: set[int] = set()  # ids of parameters that are trained in a step that the plan covers
         self.covered: set[Any] = set()  # calls that the plan is known to cover; only of a resident plan
+        self._shared_at = -1  # `SharedWeights.changes` when the machine was told what the plan's shards share
         self._plans: dict[bool, TrialPlan] = {}  # made from all that is known: for training (True) and evaluation
 
     def start(self) -> None:
@@ -112,7 +115,11 @@ class Planner:
             if self.cut.is_stale:
                 self.cut.adopt(self.cut.choices)
             may_be_resident = not (trial.alone or architecture.too_large or trial.residency.spilled)
-            self._plans = plans = make_plans(trial, self.cut, self.known.measures, may_be_resident=may_be_resident)
+            self.trained = self.known.trained(trial.model)
+            trial.pool.shared_weights.enter(trial.id, trial.model.parameters())  # some may have been frozen since
+            self._plans = plans = make_plans(
+                trial, self.cut, self.known.measures, self.trained, may_be_resident=may_be_resident
+            )
             trial.summary |= partition.summary_of(plans.get(True) or plans[False])
         architecture.plan = plan = self._plans.get(kind.trains) or self._plans[True]
         return plan
@@ -208,23 +215,40 @@ class Planner:
         if not plan.resident:
             refuse_computed_weights(trial.model)
         before, self.covered = self.plan, set()
-        alike = before is not None and (before.resident, before.cut, before.held_bytes) == (
-            plan.resident, plan.cut, plan.held_bytes,
+        alike = before is not None and (before.resident, before.cut, before.held_bytes, before.held_weights) == (
+            plan.resident, plan.cut, plan.held_bytes, plan.held_weights,
         )  # fmt: skip
         if not (alike and trial.events.readmit(trial, plan)):
             self.leave_plan()  # a trial that waits for admission holds nothing
             trial.events.ask(trial, PlanReady(trial.id, plan), Admit)
         if not alike and not (plan.resident and plan.cut == self.cut.choices):  # a resident trial makes no visits
             self.cut.adopt(plan.cut, plan.blocks)
-        shards = self.cut.pack(plan)
-        self.plan = plan
+        shards = self.cut.pack(plan, self.trained)
+        self.plan, self._shared_at = plan, -1
         trial.residency.cut(shards)
         if plan.resident:
             self.cut.unwrap()
             trial.residency.hold(trial.model, [], trial.optimizers)
         else:
             trial.residency.hold(trial.model, self.cut.blocks, trial.optimizers)
-            trial.residency.spill(self.cut.blocks)
+            trial.residency.spill(self.cut.blocks, self.trained)
+
+    def share_slots(self) -> None:
+        """Tell the machine which shards have weights that other trials have, too, if that has changed."""
+        trial, weights = self._trial, self._trial.pool.shared_weights
+        if self.plan is None or self.plan.resident or self._shared_at == weights.changes:
+            return
+        self._shared_at = weights.changes
+        slots = [
+            [p for b in shard for p in b.slot_parameters if id(p) not in b.riders] for shard in trial.residency.shards
+        ]
+        numbers = tuple(
+            None if any(id(p) in self.trained for p in slot) else weights.number_of_shard(slot) for slot in slots
+        )
+        if any(n is not None for n in (*numbers, *trial.residency.shared.numbers)):
+            trial.events.tell_between_tasks(trial, Shared(trial.id, numbers))
+            trial.residency.share(numbers)
+        trial.summary["shared_weights"] = numbers
 
     def settle_last(self) -> None:
         """Settle under the plan for the kind that was measured last, if one was."""

@@ -27,7 +27,7 @@ class StepKind:
     trains: bool
     setting: Hashable
     signature: Signature
-    parameters: Hashable = None
+    parameters: tuple[tuple[int, str, bool, int], ...] | None = None  # as in `fingerprint.ModelState`
 
     def covers(self, other: StepKind) -> bool:
         """Whether what was measured for this kind holds for the other."""

@@ -38,11 +38,13 @@ from hydra_tune.pool.lease import Lease
 from hydra_tune.pool.long_leases import LongLeases
 from hydra_tune.pool.promotions import Promotions
 from hydra_tune.pool.report import Report
+from hydra_tune.pool.shared_weights import SharedWeights
 from hydra_tune.pool.trial_table import TrialTable
 from hydra_tune.pool.waiting_trials import Wait, WaitingTrials
 from hydra_tune.process.fork import gate
 from hydra_tune.process.interrupts import interrupts
 from hydra_tune.schedule import events as e
+from hydra_tune.schedule.ledger import SHARED
 from hydra_tune.schedule.machine import Machine
 from hydra_tune.schedule.plan import Task, TrialPlan
 from hydra_tune.schedule.state import PROMOTION
@@ -54,7 +56,7 @@ InstructionT = TypeVar("InstructionT", bound=e.Instruction)
 
 
 class EventLoop:
-    """One pool's. Methods without an underscore are for trials' threads, which may have the lock already."""
+    """One pool's. Methods without underscores are for trials' threads, which may have the lock already."""
 
     def __init__(self, devices: tuple[Device, ...], machine: Machine, num_threads: int) -> None:
         self.lock = threading.RLock()
@@ -62,6 +64,7 @@ class EventLoop:
         self.machine = machine
         self.closed = False
         self.table = TrialTable()
+        self.shared_weights = SharedWeights(self.lock)
         self.report = Report(self.lock, devices, machine, self.table)
         self.promotions = Promotions(devices, self.table, self.report.trace, num_threads)
         self.long_leases = LongLeases(devices, machine, self.table, self.report)
@@ -138,8 +141,7 @@ class EventLoop:
                 self.check_open(trial)
                 waits = not lease.granted
                 run = self.await_answer(trial.id, e.Run, partial(self.check_open, trial))
-                if waits:
-                    promote_s = trace.now_s()
+                promote_s = trace.now_s() if waits else promote_s
                 clock = self.report.clocks[run.device]
                 if run.num_bytes:
                     clock.idles(promote_s, PROMOTION)
@@ -212,9 +214,12 @@ class EventLoop:
 
     def _carry_out(self, instruction: e.Instruction) -> None:
         if isinstance(instruction, e.Drop):
-            if (trial := self.table.live.get(instruction.trial)) is not None:
+            device = self.devices[instruction.device]
+            if instruction.trial == SHARED:
+                device.drop_shared(instruction.shard)
+            elif (trial := self.table.live.get(instruction.trial)) is not None:
                 trial.residency.drop_shard(instruction.shard)
-            self.devices[instruction.device].free_slot(instruction.offset, instruction.num_bytes)
+            device.free_slot(instruction.offset, instruction.num_bytes)
             self.report.trace.count("dropped_bytes", instruction.device, instruction.trial, instruction.num_bytes)
         elif isinstance(instruction, e.PromoteShard):  # ahead of its task
             self.promotions.begin(instruction, self._promoted)
@@ -287,6 +292,7 @@ class EventLoop:
                 table.summaries[number]["state"] = "ended"
                 self._handle_all(self.long_leases.drop(table.leases[number]))
                 end_trial(number, self.devices)  # before its bytes go to others
+                self.shared_weights.leave(number)
                 self._handle(e.TrialEnded(number))
                 del table.leases[number]
             table.live.pop(number, None)
@@ -295,8 +301,7 @@ class EventLoop:
         """Trials end at their next task boundary."""
         with self.lock:
             self.closed = True
-            for lease in self.long_leases.of_devices:
-                if lease is not None:
-                    self._handle_all(self.long_leases.recall(lease))
+            for lease in filter(None, self.long_leases.of_devices):
+                self._handle_all(self.long_leases.recall(lease))
             for lease in self.table.leases.values():
                 lease.wake.notify_all()

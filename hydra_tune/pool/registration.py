@@ -15,18 +15,25 @@ from hydra_tune.pool.lease import Lease
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.process.interrupts import Stop
 from hydra_tune.schedule.events import Place, TrialAdded
+from hydra_tune.schedule.ledger import HeldWeights
 
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial
 
 
 def add_trial(
-    pool: ShardPool, kind: type[Trial], steps: int | None, host_bytes: int, name: str | None, stop: Stop
+    pool: ShardPool,
+    kind: type[Trial],
+    steps: int | None,
+    host_bytes: int,
+    name: str | None,
+    stop: Stop,
+    host_weights: HeldWeights = (),
 ) -> Trial:
     """Wait until host memory has room for a trial, then give it a home device and return it.
 
     `steps`        how many mini-batches it has; None if unknown
-    `host_bytes`   the host memory that it needs
+    `host_bytes`   the host memory that it needs, beside `host_weights`, frozen weights that other trials may have, too
     `stop`         ends the wait
 
     Raises:
@@ -43,11 +50,12 @@ def add_trial(
         events.end_abandoned()
         number = next(table.numbers)
         name = name or f"trial {number}"
-        _check_host_bytes(pool, name, host_bytes)
-        table.summaries[number] = {"name": name, "state": f"waits for {format_bytes(host_bytes)} of host memory"}
+        need_bytes = host_bytes + bytes_of(host_weights)
+        _check_host_bytes(pool, name, need_bytes)
+        table.summaries[number] = {"name": name, "state": f"waits for {format_bytes(need_bytes)} of host memory"}
         table.leases[number] = Lease(number, events.report.trace.now_s, threading.Condition(events.lock))
         try:
-            events.tell(TrialAdded(number, steps, host_bytes, pool.homes_move))
+            events.tell(TrialAdded(number, steps, host_bytes, pool.homes_move, host_weights))
             home = events.devices[events.await_answer(number, Place, check).device]
             trial = kind(number, home, pool=pool, name=name, stop=stop)
         except BaseException:
@@ -58,7 +66,7 @@ def add_trial(
         return trial
 
 
-def grow_trial(trial: Trial, host_bytes: int) -> None:
+def grow_trial(trial: Trial, host_bytes: int, host_weights: HeldWeights = ()) -> None:
     """Add the host memory of another model to a trial. The trial does not wait for room, since it holds memory that
     others may wait for.
 
@@ -68,8 +76,14 @@ def grow_trial(trial: Trial, host_bytes: int) -> None:
     events = trial.pool.events
     with events.lock:
         state = events.machine.trials[trial.id]
-        _check_host_bytes(trial.pool, trial.name, state.host_bytes + host_bytes)
+        weights = tuple(dict([*state.host_weights, *host_weights]).items())
+        _check_host_bytes(trial.pool, trial.name, state.host_bytes + host_bytes + bytes_of(weights))
         state.host_bytes += host_bytes
+        state.host_weights = weights
+
+
+def bytes_of(weights: HeldWeights) -> int:
+    return sum(num_bytes for _, num_bytes in weights)
 
 
 def _check_host_bytes(pool: ShardPool, name: str, num_bytes: int) -> None:

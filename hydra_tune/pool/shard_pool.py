@@ -6,6 +6,7 @@ Trials use its `events` (`event_loop.py`), and share what they have measured in 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -83,6 +84,7 @@ class ShardPool:
             device.ledger = state.ledger
         self.events = EventLoop(tuple(opened), machine, self.num_threads)
         self.known = KnownArchitectures(self.events.lock)
+        self.shared_weights = self.events.shared_weights
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -136,9 +138,20 @@ class ShardPool:
 
     @property
     def host_bytes(self) -> list[int]:
-        """Bytes of host memory that each live trial has."""
+        """Bytes of host memory that each live trial has for itself."""
         with self.events.lock:
-            return [trial.host_bytes for trial in self.events.machine.trials.values()]
+            trials, bases = self.events.machine.trials.values(), self.shared_weights.base_numbers
+            having = Counter(number for trial in trials for number, _ in trial.host_weights)
+            return [
+                t.host_bytes + sum(size for n, size in t.host_weights if having[n] == 1 and n not in bases)
+                for t in trials
+            ]
+
+    @property
+    def host_used_bytes(self) -> int:
+        """Bytes of host memory that live trials have together. What they share counts once."""
+        with self.events.lock:
+            return self.events.machine.host_used_bytes
 
     @property
     def plans(self) -> dict[bytes, TrialPlan]:
@@ -150,6 +163,7 @@ class ShardPool:
     def close(self) -> None:
         """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""
         self.events.close()
+        self.shared_weights.kept_bases.clear()
 
     def __enter__(self) -> ShardPool:
         return self

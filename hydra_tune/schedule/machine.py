@@ -12,12 +12,8 @@ task is ready. Meanwhile the shard of the task that is chosen to come next is pr
                      \\_____________________/                     instead, the promise is withdrawn. The shard stays in
                                                                  its slot for as long as there is room.
 
-**Shared weights.** Trials may have the same frozen weights (`Shared`). These have one slot a device. Tasks whose shard is
-there go before others that rank about the same, while the next shard is promoted: all trials visit a shard one after
-another, and it is promoted once:
-
-    computes     | A0 | B0 | C0 | A1 | B1 | C1 |        A0: trial A's task of shard 0
-    promotes     | shard 1      | shard 2      |
+**Shared weights.** Trials may have the same frozen weights (`Shared`). These have one slot a device. Tasks whose shard
+is there go before others that rank about the same, so that it is promoted once for all (`gathering.py`).
 
 **Long leases.** Where all trials at home on a device are resident and none waits for bytes there, a change of trial
 after each task would gain nothing. There one lease lasts for many steps. To the machine it is one task, and the trial
@@ -78,6 +74,7 @@ from hydra_tune.schedule.events import (
     Withdrawn,
     Worked,
 )
+from hydra_tune.schedule.gathering import Gathering
 from hydra_tune.schedule.ledger import SHARED, HeldWeights, Ledger
 from hydra_tune.schedule.plan import Direction, Shard, Task, TrialPlan
 from hydra_tune.schedule.policy import Policy, ShardedLRTF
@@ -122,6 +119,7 @@ class Machine:
         self.trials: dict[int, TrialState] = {}
         self.ready = ReadyTasks(len(self.devices))
         self.slots = Slots(self.trials, self.devices, self.ready)
+        self.gathering = Gathering(self.trials, self.ready, self.policy)
         self.admission = Admission(self.trials, self.slots, self._withdraw_promise)
         self.arrivals: list[TrialAdded] = []  # trials that wait for host memory, oldest first
         self.host_bytes = host_bytes
@@ -263,6 +261,7 @@ class Machine:
         assert len(event.weights) == len(self.trials[event.trial].plan.shards), self._impossible(event)
         assert self.task_state(event.trial) is None, self._impossible(event)
         freed = {device.index for device in self.devices}
+        self._revoke(event.trial)
         dropped = [*self.slots.drop_all_of(event.trial), *self.slots.share(event.trial, event.weights)]
         return [*dropped, *self._advance_all(freed)] if dropped else []
 
@@ -522,22 +521,14 @@ class Machine:
             self._withdraw_promise(device)
             promised = None
         ready = self._choose_next(device)
+        first = self.gathering
         if promised is not None and (
-            ready is None or not (self._is_clearly_before(ready, promised) or self._is_at_hand(device, ready, promised))
+            ready is None or not (first.is_clearly_before(ready, promised) or first.is_at_hand(device, ready, promised))
         ):
             ready = promised
         if ready is None:
             ready = self._take_over_promised(device)
         return [] if ready is None else self._give_lease(device, ready.task)
-
-    def _is_clearly_before(self, ready: ReadyTask, other: ReadyTask) -> bool:
-        """By more than the policy's slack, so that it is worth a copy that would otherwise not be made."""
-        return ready.rank + self.policy.slack(self.trials[ready.task.trial].progress) < other.rank
-
-    def _is_at_hand(self, device: DeviceState, ready: ReadyTask, other: ReadyTask) -> bool:
-        """Whether the shard of the first is on the device and shared, so that it goes before the other one."""
-        is_here = self.policy.gathers and ready.slot[0] == SHARED and device.has(ready.slot)
-        return is_here and not self._is_clearly_before(other, ready)
 
     def _take_over_promised(self, device: DeviceState) -> ReadyTask | None:
         """Take a ready task from the device that has promised to run it later, since this one is free now."""
@@ -559,29 +550,20 @@ class Machine:
         First a task of this home that has waited too long. Else the first by rank of this home, or one whose shared
         shard is here already, or one of another home that is clearly before it and may run here.
         """
-        ready, home = self.ready, device.index
+        ready = self.ready
         if not ready.by_trial:
             return None
         oldest = self._waited_too_long(device)
         if oldest is not None:
             return oldest
-        best = own = self._at_hand(device, ready.first(home))
+        best = own = self.gathering.choose(device)
         for other in ready.first_of_each_home(None if own is None else own.rank):
             is_better = best is None or (
-                self._is_clearly_before(other, best) if best is own else other.rank < best.rank
+                self.gathering.is_clearly_before(other, best) if best is own else other.rank < best.rank
             )
             if is_better and self._may_run(device, other.task):
                 best = other
         return best
-
-    def _at_hand(self, device: DeviceState, first: ReadyTask | None) -> ReadyTask | None:
-        """The first by rank of the home, or the one that goes before it because its shared shard is on the device."""
-        at_shared = self.ready.at_shared
-        if first is None or not at_shared or device.has(first.slot):
-            return first
-        here = (r for slot in at_shared if device.has(slot) for r in at_shared[slot].values() if r.home == device.index)
-        near = min(here, key=lambda r: (r.rank, r.number), default=None)
-        return near if near is not None and self._is_at_hand(device, near, first) else first
 
     def _waited_too_long(self, device: DeviceState) -> ReadyTask | None:
         """The oldest ready task of this home, if `STARVATION_LIMIT` leases a trial have gone to others since."""
@@ -684,10 +666,9 @@ class Machine:
         expected = None if visit is None else Task(running.trial, running.step, *visit)
         ready = self._choose_next(device)
         if ready is not None and ready.slot[0] == SHARED and device.has(ready.slot):
-            ready = self.ready.first(device.index)
-            ready = None if ready is None or device.has(ready.slot) else ready
+            ready = self.gathering.choose_to_promote(device)
         if expected is not None and ready is not None:
-            if self.policy.rank(expected, trial.progress) <= ready.rank:
+            if self.gathering.precedes(expected, ready):
                 ready = None
             else:
                 expected = None

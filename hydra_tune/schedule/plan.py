@@ -62,6 +62,8 @@ class BlockProfile:
     `..._work_bytes`       scratch beyond the slot and the inputs
     `saved_bytes`          what plain autograd keeps of it between forward and backward
     `boundary_bytes`       of its outputs
+    `is_frozen`            none of its weights in the slot is ever trained
+    `rides`                small trained weights are promoted for each visit, beside the slot
     `visits`               in a step: 2, forward and backward; 1 if nothing requires a gradient; 0 if it was not called
     `keeps` and all after  as in `Block`
     """
@@ -75,6 +77,8 @@ class BlockProfile:
     forward_s: float = 0.0
     backward_s: float = 0.0
     visits: int = 2
+    is_frozen: bool = False
+    rides: bool = False
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True

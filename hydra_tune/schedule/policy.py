@@ -41,6 +41,10 @@ class Policy(ABC):
         on the device, only if its rank is smaller by more than this."""
         return 0.0
 
+    def gather_slack(self, progress: Progress) -> float:
+        """The same for tasks at shared weights, with `gathers`: by how much smaller ranks count as equal."""
+        return self.slack(progress)
+
     def leaves_home(self, task_s: float, num_bytes: int, bytes_per_s: float) -> bool:
         """Whether a task of `task_s` seconds is worth running on a free device that is not its home. That moves
         `num_bytes`, there and back together, at `bytes_per_s`."""
@@ -71,6 +75,11 @@ class ShardedLRTF(_WithQuantum):
 
     def slack(self, progress: Progress) -> float:
         return progress.step_s
+
+    def gather_slack(self, progress: Progress) -> float:
+        """All count as equal. The search ends no later: a device computes what it has to in any order, and trials that
+        did not go together would wait for the link."""
+        return inf
 
 
 @dataclass(frozen=True)

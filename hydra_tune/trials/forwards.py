@@ -232,6 +232,7 @@ class Forwards:
         pilot, plan = planner.pilot, planner.plan
         self._summary["steps"] = steps.number = steps.number + 1
         trial.invalidate_copies()
+        planner.share_slots()
         steps.forward = forward_pass = ForwardPass(trains=torch.is_grad_enabled())
         here.trial = self._reference
         steps.num_forwards += 1

@@ -90,12 +90,15 @@ def prepare(
     if chosen.devices[0].process != gate.process:
         raise ConfigError("a pool works in the process that has made it. Make a new ShardPool in a forked one.")
     chosen.events.check_usable()
-    joined, host_bytes = context.live_trial(chosen), training_bytes(model, optimizer)
+    joined = context.live_trial(chosen)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    host_bytes = training_bytes(model, optimizer) - sum(p.nbytes for p in frozen)
+    host_weights = chosen.shared_weights.numbered(frozen)
     if joined is None:
-        trial = add_trial(chosen, Trial, num_steps, host_bytes, name or context.name, context.stop)
+        trial = add_trial(chosen, Trial, num_steps, host_bytes, name or context.name, context.stop, host_weights)
     else:
         trial = joined
-        grow_trial(trial, host_bytes)
+        grow_trial(trial, host_bytes, host_weights)
     with _bind_lock:
         try:
             _refuse_shared(model)

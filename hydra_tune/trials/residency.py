@@ -2,13 +2,14 @@
 
 held       on the device for the trial's life: buffers, weights outside of blocks; of a resident trial, all
 in a slot  a copy of a shard's weights, from a promotion until its room is needed or its values are stale
-spilled    weights in host memory, in one buffer (`HostWeights`)
+spilled    weights in host memory: trained ones in one buffer (`HostWeights`); frozen ones stay where they are, so that
+           trials go on sharing them, and a memory-mapped file is read as it is promoted
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -22,6 +23,8 @@ from hydra_tune.devices.device import Arrival, Device
 from hydra_tune.devices.host_weights import HostWeights
 from hydra_tune.devices.meter import CountingPaused, TrialMeter
 from hydra_tune.devices.tensor_bytes import tensor_bytes
+from hydra_tune.errors import PrepareError
+from hydra_tune.trials.shared_copies import SharedCopies, set_data
 
 if TYPE_CHECKING:
     from hydra_tune.pool.shard_pool import ShardPool
@@ -43,6 +46,7 @@ class Residency:
         # to: it may be the model, which is garbage once its user has dropped it
         self._held: list[tuple[ref[nn.Module], str, nn.Parameter | None]] = []
         self._report = pool.events.report
+        self.shared = SharedCopies(meter, pool)
         self._arrival: Arrival | None = None  # gradients on their way to the host
 
     def move_home(self, to: Device) -> None:
@@ -55,7 +59,18 @@ class Residency:
     def cut(self, shards: list[list[Block]]) -> None:
         """Set the shards that `promote_shard` promotes."""
         self.shards = shards
+        self.share(())
+
+    def share(self, numbers: Sequence[int | None]) -> None:
+        """Set which shards share their slots with other trials. No shard has a slot of its own now."""
+        self.shared.numbers = numbers
+        self.copies.clear()
         self._former_copies.clear()
+
+    def copy_of(self, shard: int) -> DeviceCopy | None:
+        """The trial's copy of the shard on the device; None if it has none."""
+        copy = self.copies.get(shard)
+        return copy if copy is None or copy.shared is None or copy.shared.is_current else None
 
     @property
     def spilled(self) -> bool:
@@ -77,22 +92,29 @@ class Residency:
         """Promote a shard into the slot at `offset`, and note its copy in `copies`. Returns the bytes that were copied.
 
         Called in the trial's thread; `ahead` of its task, in the device's copy thread. On a virtual device a slot at
-        the same offset is the same memory, so that the shard's former copy there is filled again.
+        the same offset is the same memory, so that the shard's former copy there is filled again. If another trial
+        has filled a shared slot, nothing is copied.
         """
         device, place = self.device, (shard, offset, num_bytes)
         counting = self.meter.always if ahead else self.meter.counting
         with CountingPaused():
+            filled = self.shared.filled_slot(shard, device)
             copy = self._former_copies.get(place)
             if copy is None or not copy.can_refill:
-                copy = DeviceCopy(device, device.slot(offset, num_bytes), self.shards[shard], self._weights)
+                slot = device.slot(offset, num_bytes) if filled is None else filled.memory
+                copy = DeviceCopy(device, slot, self.shards[shard], self._weights)
                 if device.is_virtual:
                     if len(self._former_copies) >= MAX_FORMER_COPIES:
                         self._former_copies.clear()
                     self._former_copies[place] = copy
-            self._fill(copy, counting=counting)
+            if filled is not None:
+                copy.take_filled(filled)
+            else:
+                self._fill(copy, counting=counting)
+                self.shared.has_filled(shard, copy)
         copy.is_new = not ahead
         self.copies[shard] = copy
-        return copy.copied_bytes
+        return copy.copied_bytes if filled is None else 0
 
     def _fill(self, copy: DeviceCopy, *, counting: bool) -> None:
         copy.counted = counting
@@ -102,7 +124,7 @@ class Residency:
 
     def drop_shard(self, shard: int) -> None:
         """Drop the shard's copy, if there is one. May be called in any thread."""
-        if (copy := self.copies.pop(shard, None)) is not None:
+        if (copy := self.copies.pop(shard, None)) is not None and copy.shared is None:
             self.drop(copy)
 
     def drop(self, copy: DeviceCopy) -> None:
@@ -118,8 +140,19 @@ class Residency:
             copy.is_new = False
             return
         if stale := copy.stale(block.slot_parameters):
+            if copy.shared is not None:
+                raise PrepareError(
+                    f"weights that several trials share are not written, but one of {block.name} was. Give this trial "
+                    "its own weight before prepare: p.data = p.data.clone()."
+                )
             with CountingPaused():
                 copy.device.promote(stale, in_use=True)
+
+    def bring_riders(self, copy: DeviceCopy, block: Block) -> None:
+        """Promote the block's small trained weights, which are no part of its shard's slot."""
+        with CountingPaused():
+            copy.counted |= self.meter.counting
+            copy.bring_riders(block)
 
     def spill_gradients(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], *, late: bool
@@ -152,15 +185,19 @@ class Residency:
 
     # ---- for the trial's life ----
 
-    def spill(self, blocks: Sequence[Block]) -> None:
-        """Move the blocks' parameters into one host buffer, in this order, unless they are in one already."""
-        if self._weights is not None:
-            if all(map(self._weights.has, (p for block in blocks for p in block.slot_parameters))):
-                return
-            self._weights.close()
-            self._weights = None  # the next line may be interrupted
+    def spill(self, blocks: Sequence[Block], trained: Container[int]) -> None:
+        """Move the blocks' trained parameters, given by their ids, into one host buffer, in this order, unless they are
+        in one already."""
+        promoted = list(dict.fromkeys(p for block in blocks for p in block.slot_parameters))
+        own = [p for p in promoted if id(p) in trained]
         with CountingPaused():
-            self._weights = HostWeights((p for block in blocks for p in block.slot_parameters), self.device)
+            if not self.device.is_virtual:
+                self.shared.pin([p for p in promoted if id(p) not in trained], self.device)
+            if self._weights is None or not all(map(self._weights.has, own)):
+                if self._weights is not None:
+                    self._weights.close()
+                    self._weights = None  # the next line may be interrupted
+                self._weights = HostWeights(own, self.device)
 
     def hold(
         self, model: nn.Module, except_blocks: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]
@@ -176,9 +213,12 @@ class Residency:
                     self._held.append((ref(module), name, module._parameters.get(name)))
                     moved[tensor] = None
         with CountingPaused():
+            for tensor in [t for t in moved if self.shared.hold(t, self.device)]:
+                del moved[tensor]
             for tensor in moved:
                 grad = tensor.grad if tensor.is_leaf else None  # PyTorch warns if one reads `.grad` of other tensors
-                _set_data(tensor, tensor.detach().to(self.device.torch_device, copy=True))
+                set_data(tensor, tensor.detach().to(self.device.torch_device, copy=True))
+                self.shared.has_moved(tensor, self.device.number)
                 # on a virtual device a gradient stays the same tensor, as a user's tensor may view it
                 if grad is not None and grad.device != self.device.torch_device:
                     tensor.grad = grad.detach().to(self.device.torch_device)
@@ -198,8 +238,9 @@ class Residency:
             if tensor is not None:
                 found[tensor] = None
         with CountingPaused():
-            for held in found:
-                _set_data(held, self._to_host(held))
+            for held in [t for t in found if not self.shared.bring_home(t)]:
+                set_data(held, self._to_host(held))
+                self.shared.has_moved(held)
                 if (grad := held.grad if held.is_leaf else None) is not None:
                     self.meter.disown(grad)
                     if grad.device.type != "cpu":
@@ -229,9 +270,10 @@ class Residency:
         """Drop all copies, and give up the host buffer."""
         # a list, as other threads may drop idle shards meanwhile
         for shard, copy in list(self.copies.items()):
-            copy.device.retire(copy.slot, copy.device.mark())  # Ctrl-C may have ended a visit before it set `used`
+            copy.note_use(self.meter.trial)  # Ctrl-C may have ended a visit before it did that
             self.drop_shard(shard)
         self._former_copies.clear()
+        self.shared.close()
         if self._weights is not None:
             self._weights.close()
 
@@ -242,9 +284,3 @@ class Residency:
         leaves, structure = flatten(batch)
         moved = [leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf for leaf in leaves]
         return unflatten(moved, structure)
-
-
-def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Change a tensor's data in place: it stays the same object, so that all who refer to it see the new data."""
-    with torch.inference_mode(tensor.is_inference()):
-        tensor.data = data

@@ -47,7 +47,8 @@ class OpenBackward:
     def end(self) -> None:
         """The call's backward is over, or that of another call begins."""
         if self.copy is not None:
-            self.copy.used = self.copy.device.mark()
+            self.copy.note_use(self._meter.trial)
+            self.copy.drop_riders()
             self._meter.outside_starts(later=True)
         self._call = self.copy = None
 
@@ -85,12 +86,15 @@ class Tasks:
             self._events.acquire(trial, task, ended)
             hold(residency.device.generators, trial.random_state)
             self.current = task
-        copies = residency.copies
-        if shard not in copies and not plan.resident:
+        if plan.resident:
+            return None
+        copy = residency.copy_of(shard)
+        if copy is None:
             # (offset, bytes) of the slot; (0, 0) if the shard needs none, or the machine could not give one
-            place = residency.device.ledger.slots.get((trial.id, shard), (0, 0))
+            place = residency.device.ledger.slots.get(residency.shared.slot_key(shard), (0, 0))
             residency.promote_shard(shard, *place)
-        return copies.get(shard)
+            copy = residency.copy_of(shard)
+        return copy
 
     def leave(self) -> None:
         """End the task, if one is under way, and give back its lease, unless that lasts for many steps."""

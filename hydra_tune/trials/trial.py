@@ -153,6 +153,7 @@ class Trial:
         root = _Root(weakref.ref(model), optimizer)
         self._roots.append(root)
         try:
+            self.pool.shared_weights.enter(self.id, model.parameters())
             self.planner.start()
         except BaseException:
             self._roots.remove(root)

@@ -36,7 +36,9 @@ class Visits:
     def end(self, copy: DeviceCopy, direction: Direction) -> None:
         self.under_way = False
         self._meter.inside -= 1
-        copy.used = copy.device.mark()
+        copy.note_use(self._meter.trial)
+        if direction is Direction.FORWARD:  # in a backward, operators may still ask for them
+            copy.drop_riders()
         if self._meter.counting and direction is Direction.FORWARD and not self.is_measuring:
             self._meter.outside_starts()
         gate.leave()
@@ -56,4 +58,6 @@ class Visits:
             copy = self._tasks.go_to(planner.cut.shard_of(block), direction)
         assert copy is not None, f"{block.name} has a shard, which is on the device"
         residency.refresh(copy, block)
+        if block.riders:
+            residency.bring_riders(copy, block)
         return copy

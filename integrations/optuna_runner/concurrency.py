@@ -58,8 +58,9 @@ class Places:
         """As far as is known by now."""
         if self._given is not None:
             return self._given
-        least, most_bytes = LEAST_A_DEVICE * len(self._pool.devices), self._pool.host_memory_bytes
-        a_trial = max(self._pool.host_bytes, default=0)
+        least, host_bytes = LEAST_A_DEVICE * len(self._pool.devices), self._pool.host_bytes
+        shared_bytes = max(0, self._pool.host_used_bytes - sum(host_bytes))
+        most_bytes, a_trial = self._pool.host_memory_bytes - shared_bytes, max(host_bytes, default=0)
         if a_trial == 0:
             return least
         number = max(least, min(self.most, most_bytes // a_trial))

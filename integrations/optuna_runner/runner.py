@@ -133,10 +133,11 @@ class HydraTrialRunner:
         self._searches.append(search)
         try:
             here = threading.current_thread() is threading.main_thread()
-            if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
-                optimize()
-            else:
-                search.running.wait_for(optimize, search.places.end)
+            with self.pool.shared_weights.bases_kept():
+                if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
+                    optimize()
+                else:
+                    search.running.wait_for(optimize, search.places.end)
         finally:
             self._searches.remove(search)
             search.close()

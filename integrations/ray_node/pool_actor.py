@@ -43,7 +43,7 @@ class PoolActor:
         self._job = None if spec.shared else job
         self._places = places
         self._attempts: dict[ProxyConnection, TrialThread] = {}
-        self._states = KeptStates(lambda: self._pool.host_memory_bytes - sum(self._pool.host_bytes))
+        self._states = KeptStates(lambda: self._pool.host_memory_bytes - self._pool.host_used_bytes)
         self._attempt = partial(
             TrialThread, self._pool, work=user_code.train, on_lost=self._start_anew, states=self._states
         )

@@ -40,7 +40,7 @@ from hydra_tune.schedule.events import (
     Withdrawn,
     Worked,
 )
-from hydra_tune.schedule.ledger import SHARED, Ledger
+from hydra_tune.schedule.ledger import Ledger
 from hydra_tune.schedule.machine import STARVATION_LIMIT, Machine
 from hydra_tune.schedule.plan import BlockProfile, Direction, Shard, Task, TrialPlan
 from hydra_tune.schedule.policy import (

@@ -203,7 +203,8 @@ def test_a_transformer_that_means_nothing_is_refused(options, message):
 
 
 @pytest.mark.parametrize(("name", "count"), [("hydra-bert", 12), ("hydra-vit", 12), ("hydra-gpt2-xl", 12),
-    ("saturn-mix", 18), ("lora-sweep", 12), ("lora-70b", 16), ("asha-arrivals", 27), ("random-heterogeneous", 16)])  # fmt: skip
+    ("saturn-mix", 18), ("lora-sweep", 12), ("lora-70b", 16), ("asha-arrivals", 27),
+    ("random-heterogeneous", 16)])  # fmt: skip
 def test_a_named_sweep_has_the_published_number_of_trials_and_is_always_the_same(name, count):
     sweep = SWEEPS[name]()
     assert len(sweep) == len({trial.name for trial in sweep}) == count

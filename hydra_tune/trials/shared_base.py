@@ -1,0 +1,206 @@
+"""`share`: one copy of a frozen base's weights, for all trials that ask for it.
+
+A search over adapters makes the same base in every objective, and each copy takes host memory, a device's memory and
+the link. Here `build` runs once. Every caller gets a module of its own, whose Parameters lie in the memory of the one
+that was built:
+
+    build() --> the base       Parameters P Q ..        in no trial
+                   |  |
+                   |  +--> trial 1's module    Parameters over the memory of P Q ..   hooks, flags, buffers of its own
+                   +-----> trial 2's module    Parameters over the memory of P Q ..
+
+What a trial trains must not change the base. A weight that is stepped gets memory of its own first: where the trial's
+plan puts it, or before the step of an optimizer outside of a pool.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hydra_tune.devices.base_storages import base_of, note_base
+from hydra_tune.errors import ConfigError, PrepareError
+from hydra_tune.pool.shard_pool import ShardPool
+from hydra_tune.process.fork import new_in_child
+from hydra_tune.randomness import RandomState, drawing_from
+from hydra_tune.trials.context import current_context
+
+# A buffer of such a type, if it is not tiny, holds quantized weights and is shared, too; others may be written.
+_QUANTIZED = frozenset(
+    [torch.int8, torch.uint8, *(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))]
+)  # fmt: skip
+_TINY_BYTES = 1024
+
+
+class _Base:
+    """A base, once it is built. `lock` is held while it is."""
+
+    def __init__(self) -> None:
+        self.lock = new_in_child(threading.RLock())
+        self.model: nn.Module | None = None
+
+
+_lock = new_in_child(threading.Lock())
+_bases: weakref.WeakValueDictionary[Hashable, _Base] = weakref.WeakValueDictionary()
+_kept: list[_Base] = []  # the one that a plain script has asked for last
+_given: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # trials' Parameters, by id
+
+
+def share(build: Callable[..., nn.Module], *args: Any, key: Hashable = None, **kwargs: Any) -> Any:
+    """Return a module with the weights that ``build(*args, **kwargs)`` makes, frozen, and shared with all trials that
+    ask for the same.
+
+    `build` is called once. Each call of `share` returns a module of its own: with its own Python objects, hooks,
+    buffers and `requires_grad` flags, over one copy of the weights in host memory. Add adapters and heads, or unfreeze
+    layers, as on any model, and give it to `prepare`. What a trial trains becomes its own; the base never changes.
+    Over one base trials share device memory and copies, too.
+
+    In an objective of a pool the base is kept until the search ends or the pool is closed. Elsewhere this is a cached
+    `build`: the base that was asked for last is kept.
+
+    Args:
+        build: makes the model. Random numbers that it draws do not count as the trial's.
+        key: tells bases apart. By default `build` (a function's code, not the object) with its arguments.
+
+    Raises:
+        ConfigError: the arguments cannot be told apart: they are not hashable, and there is no `key`.
+        PrepareError: `build` returned no module, or one that cannot be copied.
+    """
+    pool = current_context().pool
+    base = _base_of(_key(build, args, kwargs) if key is None else (share, key), pool)
+    with base.lock:
+        if base.model is None:
+            base.model = _built(build, args, kwargs, pool)
+    return _copy_of(base)
+
+
+def _base_of(key: Hashable, pool: ShardPool | None) -> _Base:
+    with _lock:
+        base = _bases.get(key)
+        if base is None:
+            _kept.clear()  # before another is built
+            base = _bases[key] = _Base()
+        if pool is None:
+            _kept[:] = [base]
+        else:
+            pool.shared_weights.kept_bases.add(base)
+        return base
+
+
+def _key(build: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    key = (_told(build), tuple(map(_told, args)), tuple((name, _told(kwargs[name])) for name in sorted(kwargs)))
+    try:
+        hash(key)
+    except TypeError as error:
+        raise ConfigError(
+            f"share tells bases apart by build and its arguments, but one of them is not hashable ({error}). Write "
+            'share(build, ..., key="a name of this base").'
+        ) from None
+    return key
+
+
+def _told(value: Any) -> Hashable:
+    """Equal for functions that an objective defines anew each time."""
+    if isinstance(value, partial):
+        return partial, _key(value.func, value.args, value.keywords)
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        given = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return value.__module__, value.__qualname__, value.__code__, tuple(map(_told_or_same, given))
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_told, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _told(value[key])) for key in value)
+    return value  # type: ignore[no-any-return]
+
+
+def _told_or_same(value: Any) -> Hashable:
+    """What a function refers to: by its value, or else as the same object."""
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return _told(value)
+
+
+class _Same:
+    """Equal for the same object, which it keeps."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _built(
+    build: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], pool: ShardPool | None
+) -> nn.Module:
+    """The base: in host memory, frozen, and made with random numbers of its own."""
+    with drawing_from(RandomState(torch.initial_seed() if pool is None else pool.seed)), torch.inference_mode(False):
+        model = build(*args, **kwargs)
+    if not isinstance(model, nn.Module):
+        raise PrepareError(
+            f"share takes a function that returns a torch.nn.Module; it returned {type(model).__name__}."
+        )
+    if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
+        model.to("cpu")
+    model.requires_grad_(False)
+    note_base((*model.parameters(), *filter(_is_quantized, model.buffers())))
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_pre_hook(_give_own_memory)
+    return model
+
+
+def _copy_of(base: _Base) -> nn.Module:
+    assert base.model is not None
+    memo: dict[int, Any] = {}
+    for p in base.model.parameters():
+        memo[id(p)] = own = nn.Parameter(p.data, requires_grad=False)
+        own.__dict__.update(p.__dict__)
+        _given[id(own)] = own
+    for buffer in filter(_is_quantized, base.model.buffers()):
+        memo[id(buffer)] = buffer.detach()
+    try:
+        model: nn.Module = copy.deepcopy(base.model, memo)
+    except Exception as error:
+        raise PrepareError(
+            f"share gives each trial a copy.deepcopy of the {type(base.model).__name__} that build returned, over the "
+            f"same weights, but that failed: {error}. Return a module that can be copied."
+        ) from error
+    weakref.finalize(model, _forget, base).atexit = False  # the base lives as long as a copy of it does
+    return model
+
+
+def _forget(_: _Base) -> None:
+    """Called with the base of a copy that is gone."""
+
+
+def _is_quantized(buffer: torch.Tensor) -> bool:
+    return buffer.dtype in _QUANTIZED and buffer.nbytes > _TINY_BYTES
+
+
+_hook: torch.utils.hooks.RemovableHandle | None = None
+
+
+def _give_own_memory(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before an optimizer's step: what it trains gets memory of its own, if it still lies in a base's."""
+    if not _given:
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) in _given and p.requires_grad and base_of(p) is not None:
+                p.data = p.data.clone()

@@ -93,6 +93,7 @@ FLOORS = [
     ["hydra_tune.trials"],
     ["hydra_tune.checkpoints", "hydra_tune.pool"],
     ["hydra_tune.planning"],
+    ["hydra_tune.sharing"],
     ["hydra_tune.blocks"],
     ["hydra_tune.devices"],
     ["hydra_tune.randomness", "hydra_tune.simulation"],

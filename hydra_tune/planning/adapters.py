@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.devices.tensor_bytes import storage_bytes
-from hydra_tune.planning.held_bytes import held_bytes
+from hydra_tune.planning.optimizer_memory import held_bytes
 from hydra_tune.schedule.plan import BlockProfile
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Remembers which kinds of step were measured, and what they need: for one trial's model, and for a pool's
 architectures.
 
+Two forwards of one model are of different kinds if their inputs or switches may make them need different bytes.
 A forward that trains, has larger inputs, or runs with another switch on may need other bytes. It is of another kind,
 which is unknown until a pilot has measured it.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import ge
 from typing import Any
 
 import torch
@@ -22,13 +24,76 @@ from hydra_tune.blocks.ambient_settings import autocast_mode
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import model_state
-from hydra_tune.planning.step_kind import StepKind, StepMeasure
-from hydra_tune.schedule.plan import TrialPlan
+from hydra_tune.planning.partition import Signature
+from hydra_tune.schedule.plan import BlockProfile, Cut, TrialPlan
 
 # How many settings of a model's switches are told apart. A script may draw at random, in each step, which modules train
 # or what is switched on. Later settings count as one kind, so that not every step of such a script is a pilot.
 _MOST_SWITCHES = 8
 _MOST_KNOWN = 256  # architectures that a pool remembers
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """The kind of a forward.
+
+    `trains`       gradients are on
+    `setting`      all that must be equal: switches, flags among the inputs, autocast, buffers
+    `signature`    shapes and dtypes of the inputs; what is measured for some sizes holds for smaller ones
+    `parameters`   the identities of one model's parameters; None for any model of the architecture
+    """
+
+    trains: bool
+    setting: Hashable
+    signature: Signature
+    parameters: tuple[tuple[int, str, bool, int], ...] | None = None  # as in `fingerprint.ModelState`
+
+    def covers(self, other: StepKind) -> bool:
+        """Whether what was measured for this kind holds for the other."""
+        same = (self.trains, self.setting, self.parameters) == (other.trains, other.setting, other.parameters)
+        return (
+            same and len(self.signature) == len(other.signature) and all(map(_bounds, self.signature, other.signature))
+        )
+
+    @property
+    def of_any(self) -> StepKind:
+        """The same kind for any model of the architecture."""
+        return replace(self, parameters=None)
+
+
+@dataclass(frozen=True)
+class StepMeasure:
+    """What a pilot has measured of a step with forwards of these kinds. `blocks` is in the order in which they ran."""
+
+    kinds: tuple[StepKind, ...]
+    cut: Cut
+    blocks: dict[str, BlockProfile]
+    step_bytes: int
+    kept_bytes: int = 0  # what a training loop keeps from one step to the next: batches and outputs
+
+    @property
+    def trains(self) -> bool:
+        return any(kind.trains for kind in self.kinds)
+
+    def covers(self, kind: StepKind) -> bool:
+        return any(own.covers(kind) for own in self.kinds)
+
+    def put_among(self, measures: list[StepMeasure]) -> list[StepMeasure]:
+        """The list with this measure at its end, without those of another cut and those that this one covers."""
+        same_cut = [m for m in measures if m.cut == self.cut]
+        return [*(m for m in same_cut if m.trains != self.trains or not all(map(self.covers, m.kinds))), self]
+
+
+def _bounds(a: Any, b: Any) -> bool:
+    (sizes, dtype), (others, other) = a, b
+    return dtype == other and len(sizes) == len(others) and all(map(ge, sizes, others))
+
+
+def larger_of(a: BlockProfile, b: BlockProfile) -> BlockProfile:
+    """A profile that is enough for both: the larger of each figure."""
+    figures = {k: max(v, getattr(b, k)) for k, v in vars(a).items() if isinstance(v, (int, float))}
+    casts, counts = a.casts | b.casts, a.saved_counts | b.saved_counts
+    return replace(a, **figures, keeps=a.keeps or b.keeps, casts=casts, saved_counts=counts)
 
 
 @dataclass

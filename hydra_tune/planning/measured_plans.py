@@ -16,9 +16,9 @@ from hydra_tune.blocks.block import Block
 from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.planning import partition
 from hydra_tune.planning.adapters import over_frozen
-from hydra_tune.planning.held_bytes import held_bytes
+from hydra_tune.planning.known_steps import StepMeasure, larger_of
 from hydra_tune.planning.model_cut import ModelCut
-from hydra_tune.planning.step_kind import StepMeasure, larger_of
+from hydra_tune.planning.optimizer_memory import held_bytes
 from hydra_tune.schedule.ledger import HeldWeights
 from hydra_tune.schedule.plan import BlockProfile, TrialPlan
 

@@ -7,7 +7,7 @@ import logging
 import math
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,9 +16,12 @@ from torch.utils._pytree import tree_map
 
 from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.devices.counting_mode import ThreadMode
-from hydra_tune.devices.tensor_bytes import tensor_bytes
+from hydra_tune.devices.tensor_bytes import storage_bytes, tensor_bytes
 from hydra_tune.randomness import DrawRecord, drawing_again
 from hydra_tune.randomness.python_and_numpy import PythonAndNumpyStates
+
+if TYPE_CHECKING:
+    from hydra_tune.trials.trial import Trial
 
 logger = logging.getLogger("hydra_tune")
 # How many parameters a copy has. At least two: a loop over parameters frees some temporaries of one only once the next
@@ -56,6 +59,22 @@ def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)
     state = 0 if optimizer is None else stepping_bytes(optimizer, parameters)[0]
     return sum(p.nbytes for p in parameters) + gradients + state
+
+
+def held_bytes(trial: Trial, parameters: Sequence[nn.Parameter], *, trains: bool) -> int:
+    """Bytes of these parameters; in training also of gradients, optimizer state, and temporaries of an optimizer's
+    step. A trial without an optimizer may still get one, so Adam's bytes are assumed for it."""
+    total = sum(map(storage_bytes, parameters))
+    if not trains:
+        return total
+    total += sum(storage_bytes(p) for p in parameters if p.requires_grad)
+    foreach, left = not trial.device.is_virtual, {id(p): p for p in parameters}
+    taken = []
+    for optimizer in trial.optimizers:
+        own = [left.pop(id(p)) for group in optimizer.param_groups for p in group["params"] if id(p) in left]
+        taken.append(stepping_bytes(optimizer, own, foreach_by_default=foreach))
+    taken = taken or [stepping_bytes(None, parameters, foreach_by_default=foreach)]
+    return total + sum(state for state, _ in taken) + max(scratch for _, scratch in taken)
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, list[nn.Parameter]]]:

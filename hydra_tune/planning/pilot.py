@@ -41,9 +41,9 @@ from hydra_tune.devices.meter import measured, storages_of
 from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.planning.fingerprint import Fingerprint
+from hydra_tune.planning.known_steps import StepKind, larger_of
 from hydra_tune.planning.measurement import FoundError, Measurement
 from hydra_tune.planning.partition import has_children, shape_of
-from hydra_tune.planning.step_kind import StepKind, larger_of
 from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile
 
 if TYPE_CHECKING:
@@ -91,9 +91,12 @@ class Pilot:
         if self._copy is None or self._copy[0] is not block:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
-                free, weights = map(format_bytes, (self.free_bytes, block.weight_bytes))
-                raise torch.OutOfMemoryError(f"its weights take {weights}, and no more than {free} are free.")
-            self._copy = block, self._trial.residency.promote(block)
+                need, free = map(format_bytes, (block.weight_bytes, self.free_bytes))
+                raise torch.OutOfMemoryError(f"its weights take {need}, and no more than {free} are free.")
+            try:
+                self._copy = block, self._trial.residency.promote(block)
+            except torch.OutOfMemoryError as error:  # a backward cannot be made another way
+                raise (self._trial.meter.no_room(error) if self._trial.backwards.under_way else error) from None
         return self._copy[1]
 
     def _drop_copy(self) -> None:

@@ -38,7 +38,6 @@ from hydra_tune.pool.lease import Lease
 from hydra_tune.pool.long_leases import LongLeases
 from hydra_tune.pool.promotions import Promotions
 from hydra_tune.pool.report import Report
-from hydra_tune.pool.shared_weights import SharedWeights
 from hydra_tune.pool.trial_table import TrialTable
 from hydra_tune.pool.waiting_trials import Wait, WaitingTrials
 from hydra_tune.process.fork import gate
@@ -48,6 +47,7 @@ from hydra_tune.schedule.ledger import SHARED
 from hydra_tune.schedule.machine import Machine
 from hydra_tune.schedule.plan import Task, TrialPlan
 from hydra_tune.schedule.state import PROMOTION
+from hydra_tune.sharing.shared_weights import SharedWeights
 
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial

@@ -22,7 +22,7 @@ from hydra_tune.planning.planner import Planner
 from hydra_tune.schedule.plan import Direction
 from hydra_tune.trials.sent_gradients import SentGradients
 from hydra_tune.trials.steps import Steps
-from hydra_tune.trials.visits import Visits
+from hydra_tune.trials.tasks import Visits
 
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial

@@ -31,7 +31,7 @@ from hydra_tune.randomness import DrawRecord
 from hydra_tune.schedule.plan import TOO_LARGE, Direction
 from hydra_tune.trials.backwards import Backwards
 from hydra_tune.trials.steps import Steps
-from hydra_tune.trials.visits import Visits
+from hydra_tune.trials.tasks import Visits
 
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial

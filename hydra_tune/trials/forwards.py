@@ -23,8 +23,8 @@ from hydra_tune.blocks.root import RootForward
 from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.devices.tensor_bytes import storage_bytes
 from hydra_tune.errors import BudgetError, PrepareError, clear_frames
+from hydra_tune.planning.known_steps import StepKind
 from hydra_tune.planning.refusals import refuse_global_hooks, refuse_transforms
-from hydra_tune.planning.step_kind import StepKind
 from hydra_tune.pool.lease import TELL_AFTER
 from hydra_tune.randomness import hold
 from hydra_tune.schedule.plan import Direction

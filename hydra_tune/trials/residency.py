@@ -24,7 +24,7 @@ from hydra_tune.devices.host_weights import HostWeights
 from hydra_tune.devices.meter import CountingPaused, TrialMeter
 from hydra_tune.devices.tensor_bytes import tensor_bytes
 from hydra_tune.errors import PrepareError
-from hydra_tune.trials.shared_copies import SharedCopies, set_data
+from hydra_tune.sharing.shared_copies import SharedCopies, set_data
 
 if TYPE_CHECKING:
     from hydra_tune.pool.shard_pool import ShardPool
@@ -46,7 +46,7 @@ class Residency:
         # to: it may be the model, which is garbage once its user has dropped it
         self._held: list[tuple[ref[nn.Module], str, nn.Parameter | None]] = []
         self._report = pool.events.report
-        self.shared = SharedCopies(meter, pool)
+        self.shared = SharedCopies(meter, pool.shared_weights, pool.events.report)
         self._arrival: Arrival | None = None  # gradients on their way to the host
 
     def move_home(self, to: Device) -> None:
@@ -62,9 +62,9 @@ class Residency:
         self.share(())
 
     def share(self, numbers: Sequence[int | None]) -> None:
-        """Set which shards share their slots with other trials. No shard has a slot of its own now."""
+        """Set which shards share their slots with other trials, None for those that do not."""
         self.shared.numbers = numbers
-        self.copies.clear()
+        self.copies = {shard: copy for shard, copy in self.copies.items() if copy.shared is None}
         self._former_copies.clear()
 
     def copy_of(self, shard: int) -> DeviceCopy | None:
@@ -194,9 +194,9 @@ class Residency:
             if not self.device.is_virtual:
                 self.shared.pin([p for p in promoted if id(p) not in trained], self.device)
             if self._weights is None or not all(map(self._weights.has, own)):
-                if self._weights is not None:
-                    self._weights.close()
-                    self._weights = None  # the next line may be interrupted
+                former, self._weights = self._weights, None  # the next lines may be interrupted
+                if former is not None:
+                    former.close()
                 self._weights = HostWeights(own, self.device)
 
     def hold(

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hydra_tune.devices.base_storages import base_of, note_base
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.process.fork import new_in_child
 from hydra_tune.randomness import RandomState, drawing_from
+from hydra_tune.sharing.base_storages import base_of, note_base
 from hydra_tune.trials.context import current_context
 
 # A buffer of such a type, if it is not tiny, holds quantized weights and is shared, too; others may be written.

@@ -4,7 +4,7 @@
     Steps        room on the device for a whole step                          steps.py
     Tasks        the lease: which shard computes now                          tasks.py
     BlockCalls   a block's forward: repeated, kept or evaluated               block_calls.py
-    Visits       a block's weights are on the device                          visits.py
+    Visits       a block's weights are on the device                          tasks.py
     OutOfMemoryRetry   a block that ran out of memory runs once more          out_of_memory.py
     Backwards    the backwards that reach the trial                           backwards.py
     SentGradients, Residency    gradients to the host; where tensors are      sent_gradients.py, residency.py
@@ -57,8 +57,7 @@ from hydra_tune.trials.out_of_memory import OutOfMemoryRetry
 from hydra_tune.trials.residency import Residency
 from hydra_tune.trials.sent_gradients import SentGradients
 from hydra_tune.trials.steps import Steps
-from hydra_tune.trials.tasks import Tasks
-from hydra_tune.trials.visits import Visits
+from hydra_tune.trials.tasks import Tasks, Visits
 
 
 @dataclass(eq=False)

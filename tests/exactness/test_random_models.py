@@ -212,9 +212,16 @@ CASTS_OTHERWISE_THAN_THE_CONTEXT_AROUND = Recipe(
 )  # fmt: skip
 
 
+NO_ROOM_FOR_A_WEIGHT_IN_A_PILOTS_BACKWARD = Recipe(  # PyTorch's own error ended the trial, in place of ours
+    layers=[("batch norm", 8), ("doubling", (("batch norm", 8), ("linear", 64)))],
+    order=[0, 1], skips={}, frozen=set(), tied=False, seed=0,
+)  # fmt: skip
+
+
 @with_and_without_checks
 @ignores_warning
 @given(**CASES)
+@example(recipe=NO_ROOM_FOR_A_WEIGHT_IN_A_PILOTS_BACKWARD, share=0.2, autocast=["bf16"] * 3, accumulate=1, forwards=1)
 @example(recipe=CASTS_WITHIN_A_CONTEXT_THAT_IS_OFF, share=0.4, autocast=["off", "bf16"], accumulate=1, forwards=2)
 @example(recipe=CASTS_OTHERWISE_THAN_THE_CONTEXT_AROUND, share=0.2, autocast=["bf16"] * 3, accumulate=1, forwards=1)
 @example(recipe=CUT_ANEW_BY_A_LATER_PILOT, share=1.0, autocast=["bf16", "none", "bf16"], accumulate=1, forwards=1)

@@ -5,6 +5,7 @@ import threading
 import torch
 from torch import nn
 
+from hydra_tune.trials.context import trial_context
 
 WIDTH, DEPTH = 64, 6
 
@@ -62,7 +63,6 @@ def adapted(base, rank, seed, dropout=0.1):
 
 
 BASE_BYTES = sum(p.nbytes for p in build().parameters())
-BUDGET = 36_000  # a base of 217 kB in slots of 34 kB would not fit; one layer and its work do
 RANKS = (1, 2, 3, 4)
 
 
@@ -106,7 +106,6 @@ def side_by_side(*jobs):
 
 def in_pool(pool, number, job):
     """A job of a pool's trial with its own random state, as a runner makes it."""
-    from hydra_tune.trials.context import trial_context
 
     def run():
         with trial_context(pool, number):

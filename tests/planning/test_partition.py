@@ -20,8 +20,8 @@ from torch import nn
 import hydra_tune
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import fingerprint, partition
+from hydra_tune.planning.known_steps import StepKind
 from hydra_tune.planning.partition import find_blocks, make_plan, pack_shards
-from hydra_tune.planning.step_kind import StepKind
 from hydra_tune.schedule.events import (
     Done,
     Invalidated,

@@ -21,11 +21,11 @@ from hydra_tune.devices.host_weights import HostWeights
 from hydra_tune.devices.meter import TrialMeter
 from hydra_tune.devices.shared_slot import SharedSlot
 from hydra_tune.devices.tensor_bytes import tensor_bytes
-from hydra_tune.pool.shared_weights import HOST, PINNED
 from hydra_tune.schedule.ledger import SHARED, SlotKey
+from hydra_tune.sharing.shared_weights import HOST, PINNED, SharedWeights
 
 if TYPE_CHECKING:
-    from hydra_tune.pool.shard_pool import ShardPool
+    from hydra_tune.pool.report import Report
 
 
 class SharedCopies:
@@ -34,11 +34,11 @@ class SharedCopies:
     Methods that move tensors are called with counting paused.
     """
 
-    def __init__(self, meter: TrialMeter, pool: ShardPool) -> None:
+    def __init__(self, meter: TrialMeter, frozen: SharedWeights, report: Report) -> None:
         self.numbers: Sequence[int | None] = ()
         self._meter = meter
-        self._frozen = pool.shared_weights
-        self._report = pool.events.report
+        self._frozen = frozen
+        self._report = report
         self._pinned: dict[int, HostWeights] = {}  # by id: pinned buffers with weights of this trial
 
     # ---- slots ----

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hydra_tune.devices.base_storages import base_of
 from hydra_tune.devices.host_weights import HostWeights
 from hydra_tune.devices.tensor_bytes import parts_of, same_bits, storage_bytes
 from hydra_tune.schedule.ledger import HeldWeights
+from hydra_tune.sharing.base_storages import base_of
 
 HOST = -1  # the place of a weight in host memory; on a device the place is the device's number
 PINNED = -2  # in host memory that a GPU copies from fast

@@ -1,0 +1,247 @@
+"""Eight adapters over one frozen base: one base shared by all, eight bases, and one trial after another.
+
+A stack of frozen linear layers with low-rank adapters, on one virtual device. Three parts:
+
+    link      the base is spilled, at a quarter of it, and each copy to the device is slowed until a shard's copy takes
+              as long as so many visits compute: wall time of the whole search, first steps included. Goal: with copies
+              that take as long as the eight visits they are for, a third of that of eight bases
+    resident  the base fits: seconds of a step of all eight, in turn, over those of eight plain models one after
+              another. Goal: 1.05
+    memory    host memory of the process while eight spilled trials train, over that before, in bases: one shared base
+              beside eight
+
+Steps are real, so that trials train with what they compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import psutil
+import torch
+from torch import nn
+
+import hydra_tune
+from benchmarks.measure import interleaved, ratio, save
+from hydra_tune.devices.device import Device
+
+LAYERS, WIDTH, BATCH, TRIALS, STEPS = 16, 768, 64, 8, 8
+LAYER_BYTES = WIDTH * (WIDTH + 1) * 4
+BASE_BYTES = LAYERS * LAYER_BYTES
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base, self.dropout = base, nn.Dropout(0.1)
+        self.a = nn.Parameter(torch.randn(rank, WIDTH) / 32)
+        self.b = nn.Parameter(torch.zeros(WIDTH, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.base(x) + self.dropout(x) @ self.a.t() @ self.b.t())
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def adapted(base: nn.Module, rank: int) -> nn.Module:
+    return nn.Sequential(*(Lora(layer, rank) for layer in base.children()))  # type: ignore[arg-type]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- a search over a slow link ------------------------------------------------------------------------
+
+
+@contextmanager
+def slowed(seconds_per_byte: float) -> Iterator[None]:
+    """A link that makes one copy at a time, each as long as its bytes take."""
+    promote, link = Device.promote, threading.Lock()
+
+    def slow(device: Device, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], **options: bool) -> None:
+        with link:
+            start = time.perf_counter()
+            promote(device, copies, **options)
+            took_s = sum(to.nbytes for to, _ in copies) * seconds_per_byte
+            time.sleep(max(0.0, start + took_s - time.perf_counter()))
+
+    with mock.patch.object(Device, "promote", slow):
+        yield
+
+
+def search(concurrency: int, *, share: bool, number: int = TRIALS) -> dict[str, float]:
+    """Seconds of a search of `number` trials, and the bytes that it has promoted, in bases."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    pool = hydra_tune.ShardPool(["cpu"], BASE_BYTES // 4, seed=0)
+
+    def objective(trial: optuna.Trial) -> float:
+        base = hydra_tune.share(build) if share else build().requires_grad_(False)
+        model = adapted(base, 2 * (trial.number + 1))
+        model, optimizer = hydra_tune.prepare(model, optimizer_of(model), total_steps=STEPS)
+        for _ in range(STEPS):
+            step(model, optimizer, torch.randn(BATCH, WIDTH))
+        return 0.0
+
+    start = time.perf_counter()
+    hydra_tune.HydraTrialRunner(pool, concurrency).optimize(optuna.create_study(), objective, number)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "promoted_bases": pool.report()["devices"][0]["promoted_bytes"] / BASE_BYTES}
+
+
+def visit_s() -> float:
+    """Seconds that a visit computes: a step of a plain model over its visits."""
+    model = adapted(build().requires_grad_(False), 8)
+    optimizer, x = optimizer_of(model), torch.randn(BATCH, WIDTH)
+    seconds = interleaved({"step": lambda: step(model, optimizer, x)}, rounds=15, warm_up=3)["step"]
+    return statistics.median(seconds) / (2 * LAYERS)
+
+
+def over_a_slow_link(visits: float, rounds: int) -> dict[str, object]:
+    copy_s = visits * visit_s()
+    found: dict[str, list[dict[str, float]]] = {"shared": [], "eight bases": [], "one after another": []}
+    with slowed(copy_s / LAYER_BYTES):
+        for _ in range(rounds):
+            found["shared"].append(search(TRIALS, share=True))
+            found["eight bases"].append(search(TRIALS, share=False))
+            found["one after another"].append(search(1, share=True))
+    medians = {name: {k: statistics.median(r[k] for r in runs) for k in runs[0]} for name, runs in found.items()}
+    shared_s = medians["shared"]["seconds"]
+    return {
+        "copy of a shard, in visits": visits,
+        **medians,
+        "eight bases over shared": medians["eight bases"]["seconds"] / shared_s,
+        "one after another over shared": medians["one after another"]["seconds"] / shared_s,
+    }
+
+
+# ---- resident -----------------------------------------------------------------------------------------
+
+
+def resident(rounds: int) -> dict[str, object]:
+    x = torch.randn(BATCH, WIDTH)
+    plain = [adapted(build().requires_grad_(False), 2 * (n + 1)) for n in range(TRIALS)]
+    optimizers = [optimizer_of(model) for model in plain]
+    begin, end = threading.Barrier(TRIALS + 1), threading.Barrier(TRIALS + 1)
+    pool = hydra_tune.ShardPool(["cpu"], 8 * BASE_BYTES, seed=0)
+    left = threading.Event()
+
+    def train(number: int) -> None:
+        torch.set_num_threads(1)
+        model = adapted(hydra_tune.share(build), 2 * (number + 1))
+        model, optimizer = hydra_tune.prepare(model, optimizer_of(model), pool=pool)
+        while True:
+            begin.wait()
+            if left.is_set():
+                return
+            for _ in range(STEPS):
+                step(model, optimizer, x)
+            end.wait()
+
+    def plain_steps() -> None:
+        for model, optimizer in zip(plain, optimizers, strict=True):
+            for _ in range(STEPS):
+                step(model, optimizer, x)
+
+    def pool_steps() -> None:
+        begin.wait()
+        end.wait()
+
+    threads = [threading.Thread(target=train, args=(n,), daemon=True) for n in range(TRIALS)]
+    for thread in threads:
+        thread.start()
+    seconds = interleaved({"plain": plain_steps, "pool": pool_steps}, rounds=rounds, warm_up=3)
+    trials, held = pool.report()["trials"], pool.events.machine.devices[0].ledger.held_bytes
+    left.set()
+    begin.wait()
+    for thread in threads:
+        thread.join()
+    assert all(trial["resident"] for trial in trials)
+    return {"held on the device, in bases": held / BASE_BYTES, **ratio(seconds, "pool", "plain")}
+
+
+# ---- host memory --------------------------------------------------------------------------------------
+
+
+def memory(share: bool) -> float:
+    """In a process of its own: by how much its memory has grown, in bases, while eight spilled trials live."""
+    code = f"from benchmarks.shared_base import grown; print(grown({share}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def grown(share: bool) -> float:
+    torch.set_num_threads(1)
+    pool = hydra_tune.ShardPool(["cpu"], BASE_BYTES // 4, seed=0)
+    small = torch.randn(1, WIDTH)
+    step(nn.Linear(WIDTH, WIDTH), torch.optim.AdamW([nn.Parameter(torch.ones(1))]), small)
+    barrier = threading.Barrier(TRIALS + 1)
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+
+    def train(number: int) -> None:
+        torch.set_num_threads(1)
+        base = hydra_tune.share(build) if share else build().requires_grad_(False)
+        model = adapted(base, 2 * (number + 1))
+        model, optimizer = hydra_tune.prepare(model, optimizer_of(model), pool=pool)
+        for _ in range(3):
+            step(model, optimizer, small)
+        barrier.wait()
+        barrier.wait()
+
+    threads = [threading.Thread(target=train, args=(n,)) for n in range(TRIALS)]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    gc.collect()
+    after = psutil.Process().memory_info().rss
+    barrier.wait()
+    for thread in threads:
+        thread.join()
+    own = sum(16 * 2 * WIDTH * 2 * (n + 1) * LAYERS for n in range(TRIALS))  # adapters, gradients and moments in fp32
+    return (after - before - BASE_BYTES // 4 - own) / BASE_BYTES  # the device is in host memory, too
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--visits", type=float, nargs="*", default=[1.0, 8.0])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    parts: dict[str, Callable[[], object]] = {
+        "resident": lambda: resident(5 * options.rounds),
+        "memory": lambda: {"shared": memory(True), "eight bases": memory(False)},
+        **{
+            f"link, a copy takes {visits:g} visits": lambda visits=visits: over_a_slow_link(visits, options.rounds)
+            for visits in options.visits
+        },
+    }
+    found = {}
+    for name, part in parts.items():
+        found[name] = part()
+        print(name, found[name], flush=True)
+    sizes = {"layers": LAYERS, "width": WIDTH, "batch": BATCH, "trials": TRIALS, "steps": STEPS}
+    print(save("shared_base_cpu", {"sizes": sizes, "base_bytes": BASE_BYTES, **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -199,12 +199,10 @@ class Residency:
                     former.close()
                 self._weights = HostWeights(own, self.device)
 
-    def hold(
-        self, model: nn.Module, except_blocks: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        """Move all parameters and buffers to the device, except those of `except_blocks`, and optimizer state with its
+    def hold(self, model: nn.Module, besides: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Move all parameters and buffers to the device, except those of `besides`, and optimizer state with its
         parameters. What is there already stays."""
-        held_sites = {(m, name) for b in except_blocks for m, name, _ in b.sites}
+        held_sites = {(m, name) for b in besides for m, name, _ in b.sites}
         held_sites |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
         moved: dict[torch.Tensor, None] = {}  # each once, though it may have several sites
         for module in model.modules():

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hydra_tune.blocks.ambient_settings import ModuleStates
 from hydra_tune.blocks.stand_ins import own_forward_of
-from hydra_tune.devices.tensor_bytes import same_bits, storage_bytes
+from hydra_tune.devices.tensor_bytes import is_wrapper, same_bits, sites_of_parts, storage_bytes, with_parts
 from hydra_tune.errors import PrepareError
 from hydra_tune.process.interrupts import interruptible
 
@@ -60,13 +60,16 @@ class Block:
         self.modules = list(self.module.modules())
         self.parameters = list(self.module.parameters())  # each once, in order of registration
         held = set(map(id, self.held))
-        self.slot_parameters = [p for p in self.parameters if id(p) not in held]  # those that are promoted
+        promoted = [p for p in self.parameters if id(p) not in held]
+        # those that are promoted, with its parts in place of a quantized one
+        self.slot_parameters: list[nn.Parameter] = with_parts(promoted)  # type: ignore[assignment]
         numbers = {id(p): i for i, p in enumerate(self.slot_parameters)}
-        self.sites = [  # (module, attribute, place in `slot_parameters`): a shared weight has several sites
-            (m, name, numbers[id(p)])
-            for m in self.modules
-            for name, p in m._parameters.items()
-            if p is not None and id(p) in numbers
+        places: list[tuple[dict[str, Any], str, Any]]
+        places = [(m._parameters, name, p) for m in self.modules for name, p in m._parameters.items() if p is not None]
+        places += [(vars(w), name, part) for p in filter(is_wrapper, promoted) for w, name, part in sites_of_parts(p)]
+        # (dict, name in it, number in `slot_parameters`): a shared weight has several sites
+        self.sites: list[tuple[dict[str, Any], str, int]] = [
+            (place, name, numbers[id(p)]) for place, name, p in places if id(p) in numbers
         ]
         self.buffers = [(m._buffers, name) for m in self.modules for name in m._buffers]
         # batch norms write to their buffers without raising the version
@@ -94,8 +97,7 @@ class Block:
     def lend(self, weights: Sequence[torch.Tensor]) -> None:
         """Put these tensors in the modules' `_parameters`, in place of `slot_parameters`, until `take_back`."""
         own = self.slot_parameters
-        for module, name, i in self.sites:
-            parameters = module._parameters
+        for parameters, name, i in self.sites:
             if parameters.get(name) is not own[i]:
                 self.take_back(weights)
                 raise PrepareError(
@@ -103,15 +105,14 @@ class Block:
                     "perhaps by torch.func.functional_call. Call hydra_tune.release(model), replace it, and "
                     "prepare the model again."
                 )
-            parameters[name] = weights[i]  # type: ignore[assignment]
+            parameters[name] = weights[i]
         if self._recurrent:
             self._refresh_flat_weights()
 
     def take_back(self, weights: Sequence[torch.Tensor]) -> None:
         """Put the parameters back, except where the forward itself has set another one."""
         own = self.slot_parameters
-        for module, name, i in self.sites:
-            parameters = module._parameters
+        for parameters, name, i in self.sites:
             if parameters.get(name) is weights[i]:
                 parameters[name] = own[i]
         if self._recurrent:

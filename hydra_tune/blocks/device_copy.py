@@ -208,7 +208,9 @@ class DeviceCopy:
         return self.start <= place < self.start + self.num_bytes or self.rider_at(place) is not None
 
     def parameter_at(self, place: int) -> tuple[nn.Parameter, int]:
-        """The parameter whose values are at an address in the slot, and the address where they begin."""
+        """The parameter whose values are at an address in the slot, or of a rider, and where they begin."""
+        if not self.start <= place < self.start + self.num_bytes and (rider := self.rider_at(place)) is not None:
+            return rider
         i = bisect_right(self._starts, place) - 1
         return self._parameters[i], self._starts[i]
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hydra_tune.config import format_bytes
-from hydra_tune.devices.tensor_bytes import parts_of
+from hydra_tune.devices.tensor_bytes import parts_of, tensor_bytes
 from hydra_tune.errors import BudgetError
 from hydra_tune.process.fork import gate, new_in_child
 
@@ -78,8 +78,9 @@ class TrialMeter:
         """
         takes_none = are_a_batch and self.device.is_virtual
         for tensor in tensors:
-            for storage in storages_of(tensor) if tensor.numel() else ():
-                own_bytes = min(storage.nbytes(), tensor.numel() * tensor.element_size())
+            for part in parts_of(tensor) if tensor.numel() else ():
+                storage = part.untyped_storage()
+                own_bytes = min(storage.nbytes(), tensor_bytes(tensor))
                 self._add(storage, 0 if takes_none else own_bytes)
 
     def _add(self, storage: torch.UntypedStorage, num_bytes: int) -> None:

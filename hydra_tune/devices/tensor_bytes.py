@@ -1,11 +1,16 @@
-"""Questions about a tensor's memory: how many bytes, whether dense, whether written, whether two have equal bits."""
+"""Questions about a tensor's memory: how many bytes, whether dense, whether written, whether two have equal bits.
+
+A *wrapper* is a tensor subclass that has no memory itself but *parts*, plain tensors in its attributes, of which
+`__tensor_flatten__` tells: quantized weights of torchao are such.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import torch
+from torch import nn
 
 from hydra_tune.config import align
 
@@ -17,16 +22,38 @@ _PARTS = {
 }
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    kind = type(tensor)
+    return kind is not torch.Tensor and kind is not nn.Parameter and hasattr(kind, "__tensor_flatten__")
+
+
+def sites_of_parts(wrapper: torch.Tensor) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """For each plain part: the wrapper that has it (it may be within another), the attribute, and the part."""
+    for name in wrapper.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        part = getattr(wrapper, name)
+        if is_wrapper(part):
+            yield from sites_of_parts(part)
+        else:
+            yield wrapper, name, part
+
+
+def with_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, with its parts in place of each wrapper."""
+    return [part for t in tensors for part in ([p for *_, p in sites_of_parts(t)] if is_wrapper(t) else [t])]
+
+
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that have memory: the tensor itself, or a sparse tensor's indices and values."""
+    """The tensors that have memory: the tensor itself, a wrapper's parts, or a sparse tensor's indices and values."""
+    if is_wrapper(tensor):
+        return with_parts([tensor])
     if tensor.layout is torch.strided:
         return [tensor]
     return [getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ())]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse tensor, those of its indices and values."""
-    if tensor.layout is torch.strided:
+    """Bytes of a tensor's elements; of a wrapper those of its parts, of a sparse tensor of its indices and values."""
+    if tensor.layout is torch.strided and not is_wrapper(tensor):
         return tensor.nbytes
     return sum(part.numel() * part.element_size() for part in parts_of(tensor) or [tensor])
 
@@ -60,6 +87,8 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have equal bits, on whatever devices; 0.0 and -0.0 differ. Of sparse tensors only shape and
     dtype are compared. Nested and quantized tensors are never the same."""
+    if is_wrapper(a) or is_wrapper(b):
+        return type(a) is type(b) and all(map(same_bits, with_parts([a]), with_parts([b])))
     if a.is_nested or b.is_nested or a.shape != b.shape or a.dtype != b.dtype or a.is_quantized:
         return False
     return a.layout is not torch.strided or torch.equal(_bits_of(a), _bits_of(b.to(a.device)))
@@ -79,6 +108,8 @@ def digest(tensor: torch.Tensor) -> float | None:
     it is the sum of absolute values. None for tensors without elements, and for sparse, nested and quantized ones; on
     other devices also for integers.
     """
+    if is_wrapper(tensor):
+        return sum(digest(part) or 0 for part in with_parts([tensor]))
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0 or tensor.is_quantized:
         return None
     if tensor.device.type == "cpu":

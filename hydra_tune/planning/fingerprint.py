@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.stand_ins import StandIn, own_forward_of
+from hydra_tune.devices.tensor_bytes import is_wrapper
 from hydra_tune.planning.optimizer_memory import options_of
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules", "forward", "_apply", "training")
@@ -145,7 +146,8 @@ class Fingerprint:
 
 def _of_values(tensor: torch.Tensor, most: int) -> Hashable:
     """Shape and dtype, and the values of a dense tensor that has at most `most` of them."""
-    few = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() <= most
+    plain = tensor.layout is torch.strided and not tensor.is_meta and not is_wrapper(tensor)
+    few = plain and tensor.numel() <= most
     return tuple(tensor.shape), tensor.dtype, repr(tensor.tolist()) if few else None
 
 

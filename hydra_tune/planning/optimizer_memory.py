@@ -58,7 +58,7 @@ def training_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     parameters = list(model.parameters())
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)
     state = 0 if optimizer is None else stepping_bytes(optimizer, parameters)[0]
-    return sum(p.nbytes for p in parameters) + gradients + state
+    return sum(map(tensor_bytes, parameters)) + gradients + state
 
 
 def held_bytes(trial: Trial, parameters: Sequence[nn.Parameter], *, trains: bool) -> int:

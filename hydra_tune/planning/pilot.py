@@ -128,7 +128,7 @@ class Pilot:
         equal inputs was measured before."""
         trial = self._trial
         own = block.slot_parameters
-        if any(m._parameters.get(name) is not own[i] for m, name, i in block.sites):  # torch.func.functional_call
+        if any(place.get(name) is not own[i] for place, name, i in block.sites):  # torch.func.functional_call
             trial.planner.cut.open_block(block, f"{block.name} is called with other weights than its own")
             return block.forward(args, kwargs)
         while True:

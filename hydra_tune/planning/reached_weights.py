@@ -23,7 +23,7 @@ from torch.quasirandom import SobolEngine
 from hydra_tune.blocks.ambient_settings import STRUCTURE
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.tree import PLAIN, flatten
-from hydra_tune.devices.tensor_bytes import digest, version_of
+from hydra_tune.devices.tensor_bytes import digest, is_wrapper, version_of
 from hydra_tune.planning.fingerprint import Fingerprint
 
 _MOST_OBJECTS = 50_000  # that are followed: a reference to a trainer leads to everything
@@ -90,7 +90,8 @@ class Reached(Fingerprint):
             return tuple(map(id, value))
         known = super()._of_object(value, depth)
         if isinstance(value, torch.Tensor):
-            return known, version_of(value), None if value.is_meta else digest(value.detach())
+            value = value if is_wrapper(value) else value.detach()  # here a quantized one would lose its parts
+            return known, version_of(value), None if value.is_meta else digest(value)
         return known
 
 

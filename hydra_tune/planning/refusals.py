@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from hydra_tune.devices.tensor_bytes import is_dense
+from hydra_tune.devices.tensor_bytes import is_dense, is_wrapper, sites_of_parts, with_parts
 from hydra_tune.errors import PrepareError
 from hydra_tune.planning.fingerprint import HOOKS_OF_MODULES, PLAIN, Fingerprint
 
@@ -48,9 +48,10 @@ def refuse_unsupported(model: nn.Module) -> None:
             )
     for name in [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
         raise PrepareError(f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one.")
-    places = sorted((*_place_of(t), name) for name, t in tensors.values() if t.numel())
+    parts = [(name, part) for name, t in tensors.values() for part in with_parts([t])]
+    places = sorted((*_place_of(part), name) for name, part in parts if part.numel())
     shared = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
-    reached, met = Fingerprint(), set(tensors)
+    reached, met = Fingerprint(), {*tensors, *(id(part) for _, part in parts)}
     reached.most_items = 100_000  # of a container: it may hold a tensor that shares a weight's memory
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -58,7 +59,8 @@ def refuse_unsupported(model: nn.Module) -> None:
             if type(value) in PLAIN or key in _NOT_THE_USERS or f"{key}_orig" in module._parameters:
                 continue
             for tensor in reached.tensors_within([value]):
-                if tensor.layout is torch.strided and tensor.numel() and id(tensor) not in met:
+                has_memory = tensor.layout is torch.strided and not is_wrapper(tensor) and tensor.numel()
+                if has_memory and id(tensor) not in met:
                     first, last = _place_of(tensor)
                     other = f"{name}.{key}".lstrip(".")
                     shared += [(weight, other) for start, end, weight in places if start < last and first < end]
@@ -74,8 +76,12 @@ def _odd(tensor: torch.Tensor) -> str:
     """Why a weight or buffer is not supported, as the end of an error's sentence; "" if it is supported."""
     if tensor.device.type == "meta" or is_lazy(tensor):
         return "lazy" if is_lazy(tensor) else "on meta"
+    if is_wrapper(tensor) and not tensor.requires_grad:  # quantized, and frozen: its parts are promoted
+        sites = list(sites_of_parts(tensor))
+        if all(vars(wrapper).get(name) is part for wrapper, name, part in sites):
+            return next(filter(None, (_odd(part) for *_, part in sites)), "")
     if type(tensor) not in (torch.Tensor, nn.Parameter):
-        return f"a {type(tensor).__name__}"
+        return f"a {type(tensor).__name__}" + (", and trained" if tensor.requires_grad else "")
     if tensor.is_leaf and getattr(tensor, "grad_dtype", tensor.dtype) is not tensor.dtype:  # torch 2.10 and later
         return f"to have one in {tensor.grad_dtype}"
     return "" if is_dense(tensor) or not tensor.numel() else f"not ({tensor.layout})"

@@ -21,10 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from hydra_tune.devices.host_weights import HostWeights
-from hydra_tune.devices.tensor_bytes import parts_of, same_bits, storage_bytes
+from hydra_tune.devices.tensor_bytes import parts_of, same_bits, storage_bytes, tensor_bytes, with_parts
 from hydra_tune.schedule.ledger import HeldWeights
 from hydra_tune.sharing.base_storages import base_of
 
@@ -119,17 +118,18 @@ class SharedWeights:
 
     # ---- whose they are ----
 
-    def numbered(self, parameters: Iterable[nn.Parameter]) -> HeldWeights:
+    def numbered(self, parameters: Iterable[torch.Tensor]) -> HeldWeights:
         """For each weight its number, and its bytes in host memory."""
         with self._lock:
-            found = {weight.number: p.nbytes for p in parameters for weight in [self._weight_of(p)]}
+            weights = [(self._weight_of(p), tensor_bytes(p)) for p in with_parts(parameters)]
+            found = {weight.number: num_bytes for weight, num_bytes in weights}
             return tuple(found.items())
 
-    def enter(self, trial: int, parameters: Iterable[nn.Parameter]) -> None:
+    def enter(self, trial: int, parameters: Iterable[torch.Tensor]) -> None:
         """The trial has these Parameters from here on. Trained ones do not count."""
         with self._lock:
             own = self._of_trial.setdefault(trial, set())
-            for p in parameters:
+            for p in with_parts(parameters):
                 if not p.requires_grad and (weight := self._weight_of(p)) not in own:
                     was_shared = weight.is_shared
                     weight.users.add(trial)
@@ -183,7 +183,7 @@ class SharedWeights:
 
     def shared(self, parameter: torch.Tensor) -> FrozenWeight | None:
         """The weight of a frozen Parameter if it is shared, else None."""
-        if parameter.requires_grad or not isinstance(parameter, nn.Parameter):
+        if parameter.requires_grad or not (id(parameter) in self._of_parameter or base_of(parameter) is not None):
             return None
         with self._lock:
             weight = self._weight_of(parameter)
@@ -206,13 +206,13 @@ class SharedWeights:
 
     # ---- on devices ----
 
-    def held(self, parameters: Iterable[nn.Parameter]) -> HeldWeights:
+    def held(self, parameters: Iterable[torch.Tensor]) -> HeldWeights:
         """For each weight its number, and its bytes on a device."""
         with self._lock:
             weights = map(self._weight_of, parameters)
             return tuple({weight.number: weight.num_bytes for weight in weights}.items())
 
-    def number_of_shard(self, parameters: Sequence[nn.Parameter]) -> int | None:
+    def number_of_shard(self, parameters: Sequence[torch.Tensor]) -> int | None:
         """The number of a shard with these weights; None unless all of them are frozen and shared."""
         if not parameters or any(p.requires_grad for p in parameters):
             return None

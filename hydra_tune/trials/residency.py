@@ -9,7 +9,7 @@ spilled    weights in host memory: trained ones in one buffer (`HostWeights`); f
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -22,7 +22,7 @@ from hydra_tune.blocks.tree import flatten, tensors_in, unflatten
 from hydra_tune.devices.device import Arrival, Device
 from hydra_tune.devices.host_weights import HostWeights
 from hydra_tune.devices.meter import CountingPaused, TrialMeter
-from hydra_tune.devices.tensor_bytes import tensor_bytes
+from hydra_tune.devices.tensor_bytes import is_wrapper, sites_of_parts, tensor_bytes
 from hydra_tune.errors import PrepareError
 from hydra_tune.sharing.shared_copies import SharedCopies, set_data
 
@@ -44,7 +44,7 @@ class Residency:
         self._weights: HostWeights | None = None
         # (module, attribute, parameter; None for a buffer) of what is held on the device. The module is weakly referred
         # to: it may be the model, which is garbage once its user has dropped it
-        self._held: list[tuple[ref[nn.Module], str, nn.Parameter | None]] = []
+        self._held: list[tuple[ref[nn.Module | torch.Tensor], str, torch.Tensor | None]] = []
         self._report = pool.events.report
         self.shared = SharedCopies(meter, pool.shared_weights, pool.events.report)
         self._arrival: Arrival | None = None  # gradients on their way to the host
@@ -202,14 +202,14 @@ class Residency:
     def hold(self, model: nn.Module, besides: Sequence[Block], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Move all parameters and buffers to the device, except those of `besides`, and optimizer state with its
         parameters. What is there already stays."""
-        held_sites = {(m, name) for b in besides for m, name, _ in b.sites}
-        held_sites |= {(module(), name) for module, name, _ in self._held}  # type: ignore[misc]
+        held_sites = {(id(place), name) for b in besides for place, name, _ in b.sites}
+        held_sites |= {(id(_place_in(owner(), name)), name) for owner, name, _ in self._held}
         moved: dict[torch.Tensor, None] = {}  # each once, though it may have several sites
-        for module in model.modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and (module, name) not in held_sites:
-                    self._held.append((ref(module), name, module._parameters.get(name)))
-                    moved[tensor] = None
+        for owner, name, tensor in _sites_in(model):
+            if (id(_place_in(owner, name)), name) not in held_sites:
+                is_buffer = isinstance(owner, nn.Module) and name not in owner._parameters
+                self._held.append((ref(owner), name, None if is_buffer else tensor))
+                moved[tensor] = None
         with CountingPaused():
             for tensor in [t for t in moved if self.shared.hold(t, self.device)]:
                 del moved[tensor]
@@ -230,9 +230,9 @@ class Residency:
         """Move what is held on the device back to host memory."""
         self._former_copies.clear()
         found: dict[torch.Tensor, None] = {}
-        for reference, name, parameter in self._held:
-            module = reference()  # alive: it may have another tensor in this attribute by now
-            tensor = parameter if module is None else {**module._buffers, **module._parameters}.get(name)
+        for owner, name, parameter in self._held:
+            place = _place_in(owner(), name)  # alive: it may have another tensor there by now
+            tensor = parameter if place is None else place.get(name)
             if tensor is not None:
                 found[tensor] = None
         with CountingPaused():
@@ -282,3 +282,20 @@ class Residency:
         leaves, structure = flatten(batch)
         moved = [leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf for leaf in leaves]
         return unflatten(moved, structure)
+
+
+def _sites_in(model: nn.Module) -> Iterator[tuple[nn.Module | torch.Tensor, str, torch.Tensor]]:
+    """For each tensor with memory among the model's parameters and buffers: who has it, the attribute, the tensor."""
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and is_wrapper(tensor):
+                yield from sites_of_parts(tensor)
+            elif tensor is not None:
+                yield module, name, tensor
+
+
+def _place_in(owner: nn.Module | torch.Tensor | None, name: str) -> dict[str, Any] | None:
+    """The dict in which a module, or a quantized weight, has the tensor of this name; None if it is gone."""
+    if isinstance(owner, nn.Module):
+        return owner._parameters if name in owner._parameters else owner._buffers
+    return None if owner is None else vars(owner)

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hydra_tune.devices.tensor_bytes import is_wrapper
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.process.fork import new_in_child
@@ -170,7 +171,8 @@ def _copy_of(base: _Base) -> nn.Module:
     memo: dict[int, Any] = {}
     for p in base.model.parameters():
         memo[id(p)] = own = nn.Parameter(p.data, requires_grad=False)
-        own.__dict__.update(p.__dict__)
+        if not is_wrapper(p):  # the parts of a quantized weight are among its attributes
+            own.__dict__.update(p.__dict__)
         _given[id(own)] = own
     for buffer in filter(_is_quantized, base.model.buffers()):
         memo[id(buffer)] = buffer.detach()

@@ -474,3 +474,35 @@ def test_what_cannot_be_run_is_refused(executor, tmp_path):
     lock = threading.Lock()
     with pytest.raises(hydra_tune.ConfigError, match="cannot be pickled"):
         tune.run(lambda config: lock, resources=executor, storage_path=str(tmp_path), verbose=0)
+
+
+def a_base() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+
+
+def train_head(config: dict[str, Any], base: nn.Module | None = None) -> dict[str, Any]:
+    """A head over a frozen base, which is shared unless one is given."""
+    model = nn.Sequential(*(hydra_tune.share(a_base) if base is None else base))
+    place = model[0][0].weight.data_ptr()
+    torch.manual_seed(config["seed"])
+    model.append(nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    if base is None:
+        model, optimizer = hydra_tune.prepare(model, optimizer)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randn(16, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "trained_in": os.getpid(), "place": place}
+
+
+@pytest.mark.proof
+def test_trials_of_a_node_have_one_copy_of_a_base(run, executor, two_threads):
+    ended = run(train_head, config={"seed": tune.grid_search(list(range(4)))}).trials
+    assert len({(trial.last_result["trained_in"], trial.last_result["place"]) for trial in ended}) == 1
+    plain = [train_head({"seed": seed}, a_base().requires_grad_(False))["losses"] for seed in range(4)]
+    assert [trial.last_result["losses"] for trial in ended] == plain

@@ -13,7 +13,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hydra_tune.blocks.ambient_settings import ModuleStates
 from hydra_tune.blocks.stand_ins import own_forward_of
-from hydra_tune.devices.tensor_bytes import is_wrapper, same_bits, sites_of_parts, storage_bytes, with_parts
+from hydra_tune.devices.tensor_bytes import (
+    is_quantized_buffer,
+    is_wrapper,
+    same_bits,
+    sites_of_parts,
+    storage_bytes,
+    with_parts,
+)
 from hydra_tune.errors import PrepareError
 from hydra_tune.process.interrupts import interruptible
 
@@ -61,17 +68,23 @@ class Block:
         self.parameters = list(self.module.parameters())  # each once, in order of registration
         held = set(map(id, self.held))
         promoted = [p for p in self.parameters if id(p) not in held]
-        # those that are promoted, with its parts in place of a quantized one
-        self.slot_parameters: list[nn.Parameter] = with_parts(promoted)  # type: ignore[assignment]
+        # those that are promoted, with its parts in place of a quantized one, and buffers with quantized weights
+        codes = [(m._buffers, name, b) for m in self.modules for name, b in m._buffers.items() if b is not None]
+        codes = [(d, name, b) for d, name, b in codes if is_quantized_buffer(b) and id(b) not in held]
+        every = dict.fromkeys([*with_parts(promoted), *(b for *_, b in codes)])
+        self.slot_parameters: list[nn.Parameter] = list(every)  # type: ignore[arg-type]
         numbers = {id(p): i for i, p in enumerate(self.slot_parameters)}
         places: list[tuple[dict[str, Any], str, Any]]
         places = [(m._parameters, name, p) for m in self.modules for name, p in m._parameters.items() if p is not None]
         places += [(vars(w), name, part) for p in filter(is_wrapper, promoted) for w, name, part in sites_of_parts(p)]
+        places += codes
         # (dict, name in it, number in `slot_parameters`): a shared weight has several sites
         self.sites: list[tuple[dict[str, Any], str, int]] = [
             (place, name, numbers[id(p)]) for place, name, p in places if id(p) in numbers
         ]
-        self.buffers = [(m._buffers, name) for m in self.modules for name in m._buffers]
+        self.buffers = [
+            (m._buffers, name) for m in self.modules for name, b in m._buffers.items() if id(b) not in numbers
+        ]
         # batch norms write to their buffers without raising the version
         self._has_norms = any(isinstance(m, _NormBase) for m in self.modules)
         self._recurrent = [m for m in self.modules if isinstance(m, nn.RNNBase)]

@@ -15,6 +15,11 @@ from torch import nn
 from hydra_tune.config import align
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# types of quantized weights' codes; other libraries pack them into int32
+_CODES = frozenset(
+    [torch.int8, torch.uint8, torch.int32, *(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))]
+)  # fmt: skip
+_TINY_BYTES = 1024
 _VERSION = attrgetter("_version")
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -40,6 +45,16 @@ def sites_of_parts(wrapper: torch.Tensor) -> Iterator[tuple[torch.Tensor, str, t
 def with_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with its parts in place of each wrapper."""
     return [part for t in tensors for part in ([p for *_, p in sites_of_parts(t)] if is_wrapper(t) else [t])]
+
+
+def is_quantized_buffer(buffer: torch.Tensor) -> bool:
+    """Whether a buffer has quantized weights, by its type and size. It is promoted as a frozen weight is."""
+    return buffer.dtype in _CODES and buffer.nbytes > _TINY_BYTES
+
+
+def weights_of(module: nn.Module) -> list[torch.Tensor]:
+    """The module's Parameters, with its parts in place of a wrapper, and its buffers with quantized weights."""
+    return with_parts(module.parameters()) + list(filter(is_quantized_buffer, module.buffers()))
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:

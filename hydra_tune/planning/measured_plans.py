@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hydra_tune.blocks.block import Block
-from hydra_tune.devices.tensor_bytes import storage_bytes, with_parts
+from hydra_tune.devices.tensor_bytes import storage_bytes, weights_of
 from hydra_tune.planning import partition
 from hydra_tune.planning.adapters import over_frozen
 from hydra_tune.planning.known_steps import StepMeasure, larger_of
@@ -70,10 +70,11 @@ def _make_plan(
     uncalled = [over_frozen(p, named[p.name], trained) for p in _uncalled(blocks, profiles)]
     known = [over_frozen(p, named[name], trained) for name, p in profiles.items() if name in named]
     ever_trains = any(m.trains for m in measures)  # over all measures: both plans hold the same bytes
-    kept = max(m.kept_bytes for m in measures) + sum(map(storage_bytes, trial.model.buffers()))
+    every: list[nn.Parameter] = weights_of(trial.model)  # type: ignore[assignment]
+    buffers = set(trial.model.buffers()).difference(every)
+    kept = max(m.kept_bytes for m in measures) + sum(map(storage_bytes, buffers))
     step_bytes = max(m.step_bytes for m in alike) + sum(p.boundary_bytes + p.saved_bytes for p in uncalled)
     work_bytes = max((p.work_bytes for p in (*uncalled, *known)), default=0)
-    every: list[nn.Parameter] = with_parts(trial.model.parameters())  # type: ignore[assignment]
     loose = [p for p in every if id(p) not in model_cut.uses]  # in no block's slot
     (loose_own, loose_weights), (own, weights) = (_parted(trial, ps, trained) for ps in (loose, every))
     gradients = (sum(storage_bytes(p) for p in b.slot_parameters if p.requires_grad) for b in blocks)

@@ -97,7 +97,8 @@ class ModelCut:
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         """In a pilot: hold a weight of this block on the device from here on. Returns the new block of the module."""
         trial = self._trial
-        name = next((n for n, p in trial.model.named_parameters() if p is weight), "")
+        named = (*trial.model.named_parameters(), *trial.model.named_buffers())
+        name = next((n for n, p in named if p is weight), "")
         if not name:
             raise PrepareError(
                 f"a quantized weight is only read in a forward, but one of {block.name} is not: {reason}. Train over a "

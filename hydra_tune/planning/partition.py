@@ -91,13 +91,17 @@ def blocks_of(
             (opened if has_children(child) else kept).add(name)
     modules = find_blocks(model, limit_bytes, opened=opened, kept=kept)
     inside = {m for module in modules.values() for m in module.modules()}
-    outside = {p for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
-    held = outside | {p for name, p in model.named_parameters(remove_duplicate=False) if name in cut.held}
+    outside: set[torch.Tensor] = {
+        p for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None
+    }
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    held: set[torch.Tensor] = {*outside, *(p for name, p in named if name in cut.held)}
     known = {profile.name: profile for profile in profiles if profile.name in modules}
     old = {block.name: block for block in before}
     blocks = []
     for name in dict.fromkeys((*known, *modules)):
-        block = Block(name, modules[name], held=[*held.intersection(modules[name].parameters())])
+        own = (*modules[name].parameters(), *modules[name].buffers())
+        block = Block(name, modules[name], held=[*held.intersection(own)])
         if (former := old.get(name)) is not None and _what_runs(former) == _what_runs(block):
             block = former
         profile = known.get(name, BlockProfile(name, 0))

@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.blocks.tree import tensors_in
-from hydra_tune.devices.tensor_bytes import storage_bytes
+from hydra_tune.devices.tensor_bytes import storage_bytes, weights_of
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import plan_key
@@ -115,7 +115,7 @@ class Planner:
                 self.cut.adopt(self.cut.choices)
             may_be_resident = not (trial.alone or architecture.too_large or trial.residency.spilled)
             self.trained = self.known.trained(trial.model)
-            trial.pool.shared_weights.enter(trial.id, trial.model.parameters())  # some may have been frozen since
+            trial.pool.shared_weights.enter(trial.id, weights_of(trial.model))  # some may have been frozen since
             self._plans = plans = make_plans(
                 trial, self.cut, self.known.measures, self.trained, may_be_resident=may_be_resident
             )

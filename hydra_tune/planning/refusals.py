@@ -44,7 +44,8 @@ def refuse_unsupported(model: nn.Module) -> None:
                 "weights and buffers are dense, plain torch tensors that fill their memory, and gradients have their "
                 f"dtype, but {name} is {what}. Materialise it (a lazy one, by a call of the model), make it dense "
                 "(.to_dense()), have it fill its memory (.contiguous()), leave its grad_dtype as it was, or make a "
-                "module of what its class does, first."
+                "module of what its class does, first. If it is quantized, freeze it, and quantize it with torchao, or "
+                "another library whose tensors have __tensor_flatten__."
             )
     for name in [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
         raise PrepareError(f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one.")

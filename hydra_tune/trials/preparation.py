@@ -16,7 +16,7 @@ from torch import nn
 from hydra_tune.blocks.root import trial_of
 from hydra_tune.blocks.stand_ins import end_orphans
 from hydra_tune.checkpoints.extra_state import extra_states
-from hydra_tune.devices.tensor_bytes import tensor_bytes
+from hydra_tune.devices.tensor_bytes import tensor_bytes, weights_of
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.planning.optimizer_memory import training_bytes
 from hydra_tune.planning.refusals import refuse_unsupported
@@ -92,9 +92,10 @@ def prepare(
         raise ConfigError("a pool works in the process that has made it. Make a new ShardPool in a forked one.")
     chosen.events.check_usable()
     joined = context.live_trial(chosen)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    host_bytes = training_bytes(model, optimizer) - sum(map(tensor_bytes, frozen))
-    host_weights = chosen.shared_weights.numbered(frozen)
+    host_bytes = training_bytes(model, optimizer) - sum(
+        tensor_bytes(p) for p in model.parameters() if not p.requires_grad
+    )
+    host_weights = chosen.shared_weights.numbered(w for w in weights_of(model) if not w.requires_grad)
     if joined is None:
         trial = add_trial(chosen, Trial, num_steps, host_bytes, name or context.name, context.stop, host_weights)
     else:

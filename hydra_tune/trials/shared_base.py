@@ -27,19 +27,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hydra_tune.devices.tensor_bytes import is_wrapper
+from hydra_tune.devices.tensor_bytes import is_quantized_buffer, is_wrapper
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.process.fork import new_in_child
 from hydra_tune.randomness import RandomState, drawing_from
 from hydra_tune.sharing.base_storages import base_of, note_base
 from hydra_tune.trials.context import current_context
-
-# A buffer of such a type, if it is not tiny, holds quantized weights and is shared, too; others may be written.
-_QUANTIZED = frozenset(
-    [torch.int8, torch.uint8, *(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))]
-)  # fmt: skip
-_TINY_BYTES = 1024
 
 
 class _Base:
@@ -159,7 +153,7 @@ def _built(
     if any(t.device.type != "cpu" for t in (*model.parameters(), *model.buffers())):
         model.to("cpu")
     model.requires_grad_(False)
-    note_base((*model.parameters(), *filter(_is_quantized, model.buffers())))
+    note_base((*model.parameters(), *filter(is_quantized_buffer, model.buffers())))
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_pre_hook(_give_own_memory)
@@ -174,7 +168,7 @@ def _copy_of(base: _Base) -> nn.Module:
         if not is_wrapper(p):  # the parts of a quantized weight are among its attributes
             own.__dict__.update(p.__dict__)
         _given[id(own)] = own
-    for buffer in filter(_is_quantized, base.model.buffers()):
+    for buffer in filter(is_quantized_buffer, base.model.buffers()):  # other buffers may be written
         memo[id(buffer)] = buffer.detach()
     try:
         model: nn.Module = copy.deepcopy(base.model, memo)
@@ -189,10 +183,6 @@ def _copy_of(base: _Base) -> nn.Module:
 
 def _forget(_: _Base) -> None:
     """Called with the base of a copy that is gone."""
-
-
-def _is_quantized(buffer: torch.Tensor) -> bool:
-    return buffer.dtype in _QUANTIZED and buffer.nbytes > _TINY_BYTES
 
 
 _hook: torch.utils.hooks.RemovableHandle | None = None

@@ -41,6 +41,7 @@ from hydra_tune.config import checks_enabled
 from hydra_tune.devices.counting_mode import Counting
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.meter import CountingPaused, TrialMeter
+from hydra_tune.devices.tensor_bytes import weights_of
 from hydra_tune.errors import PrepareError
 from hydra_tune.planning.partition import summary_of
 from hydra_tune.planning.planner import Planner
@@ -152,7 +153,7 @@ class Trial:
         root = _Root(weakref.ref(model), optimizer)
         self._roots.append(root)
         try:
-            self.pool.shared_weights.enter(self.id, model.parameters())
+            self.pool.shared_weights.enter(self.id, weights_of(model))
             self.planner.start()
         except BaseException:
             self._roots.remove(root)

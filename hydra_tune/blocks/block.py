@@ -53,7 +53,7 @@ class Block:
 
     name: str
     module: nn.Module
-    held: Sequence[nn.Parameter] = ()
+    held: Sequence[torch.Tensor] = ()
     keeps: str = ""
     clones: bool = False
     writes_buffers: bool = True

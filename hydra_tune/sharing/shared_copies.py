@@ -22,6 +22,7 @@ from hydra_tune.devices.meter import TrialMeter
 from hydra_tune.devices.shared_slot import SharedSlot
 from hydra_tune.devices.tensor_bytes import tensor_bytes
 from hydra_tune.schedule.ledger import SHARED, SlotKey
+from hydra_tune.sharing.base_storages import base_of, note_base
 from hydra_tune.sharing.shared_weights import HOST, PINNED, SharedWeights
 
 if TYPE_CHECKING:
@@ -109,10 +110,14 @@ class SharedCopies:
                     self._pinned[id(buffer)] = buffer
             left = [p for p in parameters if not self._frozen.is_at(p, PINNED)]
             if left:
+                bases = list(map(base_of, left))
                 buffer = HostWeights(left, device)
                 self._pinned[id(buffer)] = buffer
-                for p in left:
-                    self._frozen.has_moved(p, PINNED, buffer)
+                for p, base in zip(left, bases, strict=True):
+                    if base is not None:  # so that modules to come lie there, and the former memory is free
+                        set_data(base, p.data)
+                        note_base([base])
+                    self._frozen.is_pinned(p, base, buffer)
 
     def close(self) -> None:
         """The trial ends. The last one that has a pinned buffer unpins it."""

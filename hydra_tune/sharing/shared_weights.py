@@ -156,14 +156,19 @@ class SharedWeights:
         if weight is None or not self._is_same(weight, parameter):
             base = base_of(parameter)
             weight = FrozenWeight(next(self._numbers), storage_bytes(parameter), base is not None)
-            self._at_memory[memory] = weight
+            self._note_memory(parameter, weight)
             if base is not None:
                 weight.put(base, HOST)
                 self.base_numbers.add(weight.number)
-            for part in parts_of(parameter):
-                weakref.finalize(part.untyped_storage(), self._at_memory.pop, memory, None).atexit = False
         self._note(parameter, weight, HOST)
         return weight
+
+    def _note_memory(self, tensor: torch.Tensor, weight: FrozenWeight) -> None:
+        """Parameters that lie in this memory have this weight, for as long as the memory lives."""
+        memory = memory_of(tensor)
+        self._at_memory[memory] = weight
+        for part in parts_of(tensor):
+            weakref.finalize(part.untyped_storage(), self._at_memory.pop, memory, None).atexit = False
 
     def _is_same(self, weight: FrozenWeight, parameter: torch.Tensor) -> bool:
         """Whether the weight still has the values that lie in the Parameter's memory. A trial that was alone with it
@@ -195,14 +200,22 @@ class SharedWeights:
             located = self._weight_of(parameter).located.get(id(parameter))
             return located is not None and located.place == place
 
-    def has_moved(self, parameter: torch.Tensor, place: int, buffer: HostWeights | None = None) -> None:
-        """We have moved a Parameter, perhaps into this pinned buffer. Nothing happens if its weight is not known."""
+    def has_moved(self, parameter: torch.Tensor, place: int) -> None:
+        """We have moved a Parameter. Nothing happens if its weight is not known."""
         with self._lock:
             reference, weight = self._of_parameter.get(id(parameter), (None, None))
             if reference is not None and weight is not None and reference() is parameter:
                 weight.put(parameter, place)
-                if buffer is not None:
-                    weight.pin_in(buffer)
+
+    def is_pinned(self, parameter: torch.Tensor, base: torch.Tensor | None, buffer: HostWeights) -> None:
+        """We have moved a Parameter into this pinned buffer, and what `base_of` had returned for it, too."""
+        with self._lock:
+            _, weight = self._of_parameter[id(parameter)]
+            weight.put(parameter, PINNED)
+            weight.pin_in(buffer)
+            self._note_memory(parameter, weight)
+            if base is not None:
+                weight.put(base, PINNED)
 
     # ---- on devices ----
 

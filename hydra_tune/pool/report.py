@@ -7,7 +7,8 @@ clock, which writes its tasks and stalls into the pool's trace (`trace.py`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hydra_tune.devices.device import Device
 from hydra_tune.pool.trace import TaskClock, Trace
 from hydra_tune.pool.trial_table import TrialTable
+from hydra_tune.schedule.ledger import SHARED
 from hydra_tune.schedule.machine import Machine
 
 if TYPE_CHECKING:
@@ -66,6 +68,24 @@ class Report:
             {key: getattr(device, key) for key in _DEVICE_KEYS} | asdict(self.trace.devices[device.number])
             for device in self._devices
         ]
+
+    def of_shared(self, base_numbers: Container[int]) -> dict[str, Any]:
+        """Bytes of frozen weights that several live trials have, or that come from a base: on the host, and on each
+        device. `trials` are the trials that have some of them. All are in the bytes of the host and of devices once."""
+        trials = self._machine.trials
+        users = Counter(number for trial in trials.values() for number, _ in trial.host_weights)
+        shared = {number for number, count in users.items() if count > 1 or number in base_numbers}
+        sizes = {number: size for trial in trials.values() for number, size in trial.host_weights}
+        ledgers = [device.ledger for device in self._machine.devices]
+        return {
+            "trials": [n for n, trial in trials.items() if any(number in shared for number, _ in trial.host_weights)],
+            "host_bytes": sum(sizes[number] for number in shared),
+            "device_bytes": [
+                sum(size for number, size in ledger.shared.items() if number in shared)
+                + sum(size for (trial, _), (_, size) in ledger.slots.items() if trial == SHARED)
+                for ledger in ledgers
+            ],
+        }
 
     def of_trials(self, state_of: Callable[[int], str]) -> list[dict[str, Any]]:
         """Data on each trial, ended ones included."""

@@ -99,13 +99,15 @@ class ShardPool:
     # ---- what it has done ----
 
     def report(self) -> dict[str, Any]:
-        """Plain data on what each device and each trial, ended ones included, has done so far."""
+        """Plain data on what each device and each trial, ended ones included, has done so far, and on the frozen
+        weights that live trials share."""
         events, report = self.events, self.events.report
         with events.lock:
             events.end_abandoned()
             events.settle()
             devices, trials = report.of_devices(), report.of_trials(events.waiting.state_of)
-            return {"elapsed_s": report.trace.now_s(), "devices": devices, "trials": trials}
+            shared = report.of_shared(self.shared_weights.base_numbers)
+            return {"elapsed_s": report.trace.now_s(), "devices": devices, "trials": trials, "shared": shared}
 
     def figures(self, trial: Trial) -> dict[str, Any]:
         """A few numbers on what one trial has done so far, as plain data."""

@@ -160,12 +160,22 @@ def test_host_memory_has_the_base_once():
         seen = []
 
         def job(number):
-            found = trained(adapted(hydra_tune.share(build), 1, number), hydra_tune.prepare)
+            model = adapted(hydra_tune.share(build), 1, number)
+            places = [p.data_ptr() for p in model.parameters() if not p.requires_grad]
+            found = trained(model, hydra_tune.prepare)
+            assert places == [p.data_ptr() for p in model.parameters() if not p.requires_grad], (
+                "they stay, as if mapped"
+            )
             seen.append(pool.host_used_bytes)
+            shared = pool.report()["shared"]
+            assert shared["host_bytes"] == BASE_BYTES
+            assert shared["device_bytes"][0] > 0
+            assert number in [int(pool.report()["trials"][n]["name"].split()[-1]) for n in shared["trials"]]
             return found
 
         side_by_side(*(in_pool(pool, n, lambda n=n: job(n)) for n in range(4)))
         assert BASE_BYTES < max(seen) < 1.5 * BASE_BYTES
+        assert pool.report()["shared"] == {"trials": [], "host_bytes": 0, "device_bytes": [0]}
 
 
 @pytest.mark.parametrize("budget", [SPILLED, RESIDENT], ids=["spilled", "resident"])

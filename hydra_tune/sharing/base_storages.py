@@ -9,7 +9,7 @@ import torch
 
 from hydra_tune.devices.tensor_bytes import parts_of
 
-# For the storage of each of a base's tensors: that tensor, which lives as long as the base does.
+# For the storage of each of a base's tensors: that tensor. Of copies on devices only the storage lives on.
 _bases: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -20,8 +20,13 @@ def note_base(tensors: Iterable[torch.Tensor]) -> None:
             _bases[part.untyped_storage()] = weakref.ref(tensor)
 
 
+def is_base(tensor: torch.Tensor) -> bool:
+    """Whether the tensor lies in memory of a base."""
+    parts = parts_of(tensor) if _bases else []
+    return bool(parts) and parts[0].untyped_storage() in _bases
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The base's tensor that lies in the same memory; None if this memory belongs to no base."""
-    parts = parts_of(tensor)
-    reference = _bases.get(parts[0].untyped_storage()) if parts and _bases else None
+    """The base's own tensor that lies in the same memory; None if there is none, or none any more."""
+    reference = _bases.get(parts_of(tensor)[0].untyped_storage()) if is_base(tensor) else None
     return None if reference is None else reference()

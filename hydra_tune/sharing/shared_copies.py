@@ -23,6 +23,7 @@ from hydra_tune.devices.shared_slot import SharedSlot
 from hydra_tune.devices.tensor_bytes import tensor_bytes
 from hydra_tune.schedule.ledger import SHARED, SlotKey
 from hydra_tune.sharing.base_storages import base_of, note_base
+from hydra_tune.sharing.shared_parameter import note_shared
 from hydra_tune.sharing.shared_weights import HOST, PINNED, SharedWeights
 
 if TYPE_CHECKING:
@@ -71,10 +72,12 @@ class SharedCopies:
             there = weight.at(device.number)
             if there is None:
                 there = tensor.detach().to(device.torch_device, copy=True)
+                note_base([there])  # what a trial trains must leave it
                 if self._meter.counting:
                     device.slot_meter.adopt([there])
                 self._report.note_moved(self._meter.trial, "promoted_bytes", device, tensor_bytes(there))
             set_data(tensor, there)
+            note_shared(tensor)
             self._frozen.has_moved(tensor, device.number)
         return True
 

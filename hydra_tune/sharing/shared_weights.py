@@ -25,7 +25,7 @@ import torch
 from hydra_tune.devices.host_weights import HostWeights
 from hydra_tune.devices.tensor_bytes import parts_of, same_bits, storage_bytes, tensor_bytes, with_parts
 from hydra_tune.schedule.ledger import HeldWeights
-from hydra_tune.sharing.base_storages import base_of
+from hydra_tune.sharing.base_storages import base_of, is_base
 
 HOST = -1  # the place of a weight in host memory; on a device the place is the device's number
 PINNED = -2  # in host memory that a GPU copies from fast
@@ -155,11 +155,12 @@ class SharedWeights:
         weight = self._at_memory.get(memory)
         if weight is None or not self._is_same(weight, parameter):
             base = base_of(parameter)
-            weight = FrozenWeight(next(self._numbers), storage_bytes(parameter), base is not None)
+            weight = FrozenWeight(next(self._numbers), storage_bytes(parameter), is_base(parameter))
             self._note_memory(parameter, weight)
+            if weight.is_base:
+                self.base_numbers.add(weight.number)
             if base is not None:
                 weight.put(base, HOST)
-                self.base_numbers.add(weight.number)
         self._note(parameter, weight, HOST)
         return weight
 
@@ -188,7 +189,7 @@ class SharedWeights:
 
     def shared(self, parameter: torch.Tensor) -> FrozenWeight | None:
         """The weight of a frozen Parameter if it is shared, else None."""
-        if parameter.requires_grad or not (id(parameter) in self._of_parameter or base_of(parameter) is not None):
+        if parameter.requires_grad or not (id(parameter) in self._of_parameter or is_base(parameter)):
             return None
         with self._lock:
             weight = self._weight_of(parameter)

@@ -24,6 +24,7 @@ from hydra_tune.pool.registration import add_trial, grow_trial
 from hydra_tune.pool.shard_pool import ShardPool, default_pool
 from hydra_tune.process.fork import gate, new_in_child
 from hydra_tune.process.interrupts import interrupts
+from hydra_tune.sharing.shared_parameter import make_plain
 from hydra_tune.trials.context import current_context
 from hydra_tune.trials.prepared_loader import PreparedLoader, plain_loader, refuse_what_is_no_loader
 from hydra_tune.trials.trial import Trial
@@ -85,6 +86,8 @@ def prepare(
     num_steps = _num_steps(total_steps, epochs, loaders)
     if num_steps is not None and resumption is not None:
         num_steps = max(1, num_steps - resumption.next_steps_behind)
+    if isinstance(model, nn.Module):
+        make_plain(model.parameters())
     _refuse(model, optimizer)
     end_orphans(model)
     chosen = pool or context.pool or default_pool()

@@ -9,8 +9,8 @@ that was built:
                    |  +--> trial 1's module    Parameters over the memory of P Q ..   hooks, flags, buffers of its own
                    +-----> trial 2's module    Parameters over the memory of P Q ..
 
-What a trial trains must not change the base. A weight that is stepped gets memory of its own first: where the trial's
-plan puts it, or before the step of an optimizer outside of a pool.
+What a trial does must not change the base. A weight that it writes or unfreezes gets memory of its own first
+(`sharing/shared_parameter.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hydra_tune.devices.tensor_bytes import is_quantized_buffer, is_wrapper
+from hydra_tune.devices.tensor_bytes import is_quantized_buffer
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.process.fork import new_in_child
 from hydra_tune.randomness import RandomState, drawing_from
-from hydra_tune.sharing.base_storages import base_of, note_base
+from hydra_tune.sharing.base_storages import note_base
+from hydra_tune.sharing.shared_parameter import shared_parameter
 from hydra_tune.trials.context import current_context
 
 
@@ -47,7 +47,6 @@ class _Base:
 _lock = new_in_child(threading.Lock())
 _bases: weakref.WeakValueDictionary[Hashable, _Base] = weakref.WeakValueDictionary()
 _kept: list[_Base] = []  # the one that a plain script has asked for last
-_given: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # trials' Parameters, by id
 
 
 def share(build: Callable[..., nn.Module], *args: Any, key: Hashable = None, **kwargs: Any) -> Any:
@@ -154,9 +153,6 @@ def _built(
         model.to("cpu")
     model.requires_grad_(False)
     note_base((*model.parameters(), *filter(is_quantized_buffer, model.buffers())))
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_give_own_memory)
     return model
 
 
@@ -164,10 +160,7 @@ def _copy_of(base: _Base) -> nn.Module:
     assert base.model is not None
     memo: dict[int, Any] = {}
     for p in base.model.parameters():
-        memo[id(p)] = own = nn.Parameter(p.data, requires_grad=False)
-        if not is_wrapper(p):  # the parts of a quantized weight are among its attributes
-            own.__dict__.update(p.__dict__)
-        _given[id(own)] = own
+        memo[id(p)] = shared_parameter(p)
     for buffer in filter(is_quantized_buffer, base.model.buffers()):  # other buffers may be written
         memo[id(buffer)] = buffer.detach()
     try:
@@ -183,16 +176,3 @@ def _copy_of(base: _Base) -> nn.Module:
 
 def _forget(_: _Base) -> None:
     """Called with the base of a copy that is gone."""
-
-
-_hook: torch.utils.hooks.RemovableHandle | None = None
-
-
-def _give_own_memory(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before an optimizer's step: what it trains gets memory of its own, if it still lies in a base's."""
-    if not _given:
-        return
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) in _given and p.requires_grad and base_of(p) is not None:
-                p.data = p.data.clone()

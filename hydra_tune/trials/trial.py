@@ -51,6 +51,7 @@ from hydra_tune.process.interrupts import Stop, interrupts
 from hydra_tune.randomness import RandomState
 from hydra_tune.schedule.events import Invalidated
 from hydra_tune.schedule.plan import TrialPlan
+from hydra_tune.sharing.shared_parameter import make_shared
 from hydra_tune.trials.backwards import Backwards
 from hydra_tune.trials.block_calls import BlockCalls
 from hydra_tune.trials.forwards import Forwards
@@ -179,6 +180,7 @@ class Trial:
         for root in [root for root in self._roots if root.model() is model]:
             self._roots.remove(root)
             root.unhook()
+            make_shared(model.parameters())
             give_back(model, self)
         self.planner.start()
 
@@ -208,6 +210,7 @@ class Trial:
             for root in self._roots:
                 root.unhook()
             for model in self.models:  # last: if something before this fails, `release` may be called again
+                make_shared(model.parameters())
                 give_back(model, self)
             self.is_plain = True
         self.planner.close()

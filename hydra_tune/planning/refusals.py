@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.devices.tensor_bytes import is_dense, is_wrapper, sites_of_parts, with_parts
 from hydra_tune.errors import PrepareError
 from hydra_tune.planning.fingerprint import HOOKS_OF_MODULES, PLAIN, Fingerprint
+from hydra_tune.sharing.base_storages import is_base
 
 _NOT_THE_USERS = frozenset((*vars(nn.Module()), "forward", "_apply"))
 
@@ -50,7 +51,10 @@ def refuse_unsupported(model: nn.Module) -> None:
     for name in [name for name, buffer in model.named_buffers() if buffer.requires_grad and buffer.is_leaf]:
         raise PrepareError(f"what requires a gradient is a parameter, but the buffer {name} does. Register it as one.")
     parts = [(name, part) for name, t in tensors.values() for part in with_parts([t])]
-    places = sorted((*_place_of(part), name) for name, part in parts if part.numel())
+    # several modules over one base have its weights, each with Parameters of its own
+    bases = {_place_of(part): name for name, part in parts if part.numel() and is_base(part) and not part.requires_grad}
+    own = [(*_place_of(part), name) for name, part in parts if part.numel() and _place_of(part) not in bases]
+    places = sorted([*own, *((*place, name) for place, name in bases.items())])
     shared = [(name, other) for (_, end, name), (start, _, other) in pairwise(places) if start < end]
     reached, met = Fingerprint(), {*tensors, *(id(part) for _, part in parts)}
     reached.most_items = 100_000  # of a container: it may hold a tensor that shares a weight's memory

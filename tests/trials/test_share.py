@@ -294,3 +294,58 @@ def test_slots_of_a_base_stay_from_step_to_step():
         in_pool(pool, 0, train)()
         assert keys
         assert {trial for trial, _ in keys} == {SHARED}
+
+
+@pytest.mark.parametrize("budget", [SPILLED, RESIDENT], ids=["spilled", "resident"])
+def test_a_policy_and_its_reference_over_one_base_in_one_trial(budget):
+    def job(make, prepare):
+        policy, reference = adapted(make(), 2, 0), make().eval()
+        optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
+        policy, optimizer = prepare(policy, optimizer)
+        reference = prepare(reference)
+        for _ in range(3):
+            x = torch.randn(2, 64)
+            with torch.no_grad():
+                wanted = reference(x)
+            nn.functional.mse_loss(policy(x), wanted + 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in policy.parameters()]
+
+    with pool_of(budget) as pool:
+        found = in_pool(pool, 0, lambda: job(lambda: hydra_tune.share(build), hydra_tune.prepare))()
+        assert pool.devices[0].used_bytes == 0
+    assert_same(found, job(plain_base, as_it_is))
+
+
+def test_a_checkpoint_of_a_trained_layer_is_not_loaded_into_the_base(tmp_path):
+    """A search that went on wrote the layer that its trial had trained into the base of all others."""
+    optuna = pytest.importorskip("optuna")
+
+    def search(stops_at):
+        as_built = []
+
+        def objective(trial):
+            model = hydra_tune.share(plain_base)
+            as_built.append(all(map(torch.equal, model.parameters(), plain_base().parameters())))
+            model.layers[1].requires_grad_(True)
+            model.head = nn.Linear(64, 8)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            model, optimizer = hydra_tune.prepare(model, optimizer)
+            for step in range(hydra_tune.resume_step(), 5):
+                if step == stops_at:
+                    raise KeyboardInterrupt
+                model(torch.randn(2, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return 0.0
+
+        study = optuna.create_study(storage=f"sqlite:///{tmp_path}/s.db", study_name="s", load_if_exists=True)
+        with pool_of(RESIDENT) as pool:
+            runner = hydra_tune.HydraTrialRunner(pool, 1, checkpoint_dir=tmp_path / "c", checkpoint_every=1)
+            runner.optimize(study, objective, n_trials=2)
+        return as_built
+
+    with pytest.raises(KeyboardInterrupt):
+        search(stops_at=3)
+    assert search(stops_at=None) == [True, True]

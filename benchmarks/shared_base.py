@@ -34,7 +34,7 @@ import hydra_tune
 from benchmarks.measure import interleaved, ratio, save
 from hydra_tune.devices.device import Device
 
-LAYERS, WIDTH, BATCH, TRIALS, STEPS, RESIDENT_STEPS = 16, 768, 8, 8, 32, 60
+LAYERS, WIDTH, BATCH, TRIALS, STEPS, RESIDENT_STEPS = 16, 768, 8, 8, 12, 60
 LAYER_BYTES = WIDTH * (WIDTH + 1) * 4
 BASE_BYTES = LAYERS * LAYER_BYTES
 
@@ -123,6 +123,7 @@ def visit_s() -> float:
 
 
 def over_a_slow_link(visits: float, rounds: int) -> dict[str, object]:
+    set_width(2 * WIDTH)  # a visit of some milliseconds, beside which what a task costs the host is small
     copy_s = visits * visit_s()
     found: dict[str, list[dict[str, float]]] = {"shared": [], "eight bases": [], "one after another": []}
     with slowed(copy_s / LAYER_BYTES):
@@ -228,9 +229,11 @@ def grown(share: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="*", choices=["resident", "memory", "link"])
     parser.add_argument("--visits", type=float, nargs="*", default=[1.0, 8.0])
     options = parser.parse_args()
     torch.set_num_threads(1)
+    wanted = options.parts or ["resident", "memory", "link"]
     parts: dict[str, Callable[[], object]] = {
         "resident": lambda: resident(2 * options.rounds),
         "memory": lambda: {"shared": memory(True), "eight bases": memory(False)},
@@ -241,10 +244,13 @@ def main() -> None:
     }
     found = {}
     for name, part in parts.items():
+        if name.split(",")[0] not in wanted:
+            continue
         found[name] = part()
         print(name, found[name], flush=True)
     sizes = {"layers": LAYERS, "width": WIDTH, "batch": BATCH, "trials": TRIALS, "steps": STEPS}
-    print(save("shared_base_cpu", {"sizes": sizes, "base_bytes": BASE_BYTES, **found}))
+    name = "_".join(["shared_base", *(options.parts or ()), "cpu"])
+    print(save(name, {"sizes": sizes, "base_bytes": BASE_BYTES, **found}))
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ from hydra_tune.blocks.shared_casts import OtherBranchError
 from hydra_tune.blocks.tree import Structure, flatten_call, map_tensors, tensors_in
 from hydra_tune.devices.tensor_bytes import versions_of
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
+from hydra_tune.planning.fingerprint import Fingerprint
 from hydra_tune.planning.partition import UNMEASURED
 from hydra_tune.planning.planner import Planner
-from hydra_tune.planning.reached_weights import weights_in
+from hydra_tune.planning.reached_weights import stays_as_it_is, weights_in
 from hydra_tune.planning.refusals import refuse_transforms
 from hydra_tune.randomness import DrawRecord
 from hydra_tune.schedule.plan import TOO_LARGE, Direction
@@ -126,7 +127,8 @@ class BlockCalls:
         forward_pass.calls[block.name] += 1
         leaves, structure = flatten_call(args, kwargs)
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if not (with_gradients and (any(are_trained(given)) or any(are_trained(block.parameters)))):
+        is_trained = any(are_trained(given)) or any(are_trained(block.parameters)) or _hides_trained(leaves)
+        if not (with_gradients and is_trained):
             return self._evaluate_or_open(block, args, kwargs, given)
         # A pilot measures blocks in the forward. Under a reentrant checkpoint gradients are off there, and a block is
         # called with gradients only in the backward: then it is measured in the backward.
@@ -225,6 +227,12 @@ class BlockCalls:
             return versions == versions_of(given)
 
         return self.trial.retry.with_room(block, run, undo)
+
+
+def _hides_trained(leaves: Sequence[Any]) -> bool:
+    """Whether an object among the arguments has a tensor that requires a gradient, as the cache of peft's prefixes."""
+    objects = [x for x in leaves if not isinstance(x, torch.Tensor) and not stays_as_it_is(x)]
+    return bool(objects) and any(t.requires_grad for t in Fingerprint().tensors_within(objects))
 
 
 def _take_gradients(block: Block, weights: Sequence[torch.Tensor]) -> None:

@@ -84,6 +84,8 @@ CASES = {
         peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"],
                        task_type="CAUSAL_LM"), {}),
     "prompt tuning": (peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), {}),
+    # its first layer is given no tensor that requires a gradient, but a cache with some
+    "prefix tuning": (peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), {}),
     "modules to save": (lora(modules_to_save=["lm_head"]), {}),
     "two adapters": (lora(2), {"adds": [lora(4)]}),
     "a tied head": (lora(), {"tied": True}),

@@ -94,7 +94,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("budget", [BASE_BYTES // 3, 8 * BASE_BYTES], ids=["spilled", "resident"])
 @pytest.mark.parametrize("name", CASES)
 def test_any_adapter_trains_as_in_plain_pytorch(name, budget):

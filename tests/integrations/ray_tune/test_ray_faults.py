@@ -123,6 +123,7 @@ def test_a_killed_proxy_is_noticed(job, tmp_path):
     empty_pool(executor)
 
 
+@pytest.mark.proof
 def test_trials_of_a_killed_pool_start_again_in_a_new_one(job, tmp_path):
     executor = HydraExecutor("256KiB", devices=["cpu"], concurrency=2)
     watch = OnResult(8, lambda result: kill_and_go_on(result["pool"], tmp_path))

@@ -145,7 +145,7 @@ class DeviceCopy:
             first += storage_bytes(p)
         if self.counted:
             self.device.slot_meter.add([memory])
-        self.device.promote(list(zip(views, [p.data for p in riders], strict=True)))
+        self.device.promote_riders(list(zip(views, [p.data for p in riders], strict=True)))
         self.rider_memory = memory
         self.riders = {id(p): (p, view) for p, view in zip(riders, views, strict=True)}
 

@@ -34,6 +34,7 @@ class CudaDevice(Device):
         super().__init__(number, budget_bytes, torch_device)
         self._h2d = torch.cuda.Stream(torch_device)
         self._d2h = torch.cuda.Stream(torch_device)
+        self._riders = torch.cuda.Stream(torch_device)
         self._pinned: set[int] = set()
         # by offset, until `retire`. If a model is garbage collected first, its slots stay here until `free_slot`
         self._slots: dict[int | None, torch.Tensor] = {}
@@ -51,7 +52,7 @@ class CudaDevice(Device):
         return slot
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
-        with torch.cuda.stream(self._h2d):  # filled there; its memory is used again once `retire` lets that stream
+        with torch.cuda.stream(self._riders):  # filled there; its memory is used again once `retire` lets that stream
             return super().scratch(num_bytes)
 
     def free_slot(self, offset: int | None, num_bytes: int) -> None:
@@ -64,6 +65,7 @@ class CudaDevice(Device):
     def retire(self, slot: torch.Tensor, used: Any) -> None:
         if used is not None:
             self._h2d.wait_event(used)
+            self._riders.wait_event(used)
         for offset in [offset for offset, other in list(self._slots.items()) if other is slot]:
             del self._slots[offset]
 
@@ -83,6 +85,12 @@ class CudaDevice(Device):
             for slot, host in copies:
                 slot.copy_(host, non_blocking=True)
         _marked(self._h2d).synchronize()  # after return the host may overwrite the source
+
+    def promote_riders(self, copies: Copies) -> None:
+        with torch.cuda.stream(self._riders):
+            for slot, host in copies:
+                slot.copy_(host, non_blocking=True)
+        _marked(self._riders).synchronize()  # after return the host may overwrite the source
 
     def spill(
         self, tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]

@@ -7,8 +7,8 @@ With ``HYDRA_TUNE_CHECKS=1`` freed slots are filled with NaN.
 
 Another kind of device is a subclass, as `CudaDevice` in `cuda_device.py`. It sets `is_virtual = False` and its rates,
 overrides what moves bytes or waits (`slot`, `free_slot`, `scratch`, `retire`, `mark`, `synchronize`, `promote`,
-`spill`, `free_cache`, `pin`, `unpin`, `measured_peak_bytes`), is opened in `open_devices.py`, and names the generators
-that its operators draw from (`randomness/random_state.py`).
+`promote_riders`, `spill`, `free_cache`, `pin`, `unpin`, `measured_peak_bytes`), is opened in `open_devices.py`, and
+names the generators that its operators draw from (`randomness/random_state.py`).
 """
 
 from __future__ import annotations
@@ -138,6 +138,11 @@ class Device:
         """Wait until the device has done all the work it was given."""
 
     # ---- copies ----
+
+    def promote_riders(self, copies: Copies) -> None:
+        """Copy small weights into `scratch`. They do not wait for a shard that is on its way."""
+        for slot, host in copies:
+            slot.copy_(host)
 
     def promote(self, copies: Copies, *, in_use: bool = False) -> None:
         """Copy host tensors into slots. Operators that are launched later see the copied values.

@@ -87,6 +87,7 @@ def test_a_gpus_slot_is_given_on_once_its_last_use_is_waited_for():
     """Also where its model was collected, which then says nothing: the slot is kept until the scheduler drops it."""
     gpu = object.__new__(cuda_device.CudaDevice)
     gpu._h2d = Stream()
+    gpu._riders = Stream()
     gpu.synchronize = lambda: gpu._h2d.wait_stream("all that was launched")
     slots = gpu._slots = {0: torch.zeros(1), 64: torch.zeros(1)}
     gpu.retire(slots[0], "its last visit")

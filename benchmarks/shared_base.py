@@ -79,7 +79,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
 
 @contextmanager
 def slowed(seconds_per_byte: float) -> Iterator[None]:
-    """A link that copies one shard at a time, each as long as its bytes take. Adapters, a thousandth of that, pass it."""
+    """A link that copies one shard at a time, each as long as its bytes take. Small adapters pass it."""
     promote, link = Device.promote, threading.Lock()
 
     def slow(device: Device, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], **options: bool) -> None:

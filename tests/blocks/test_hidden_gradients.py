@@ -1,4 +1,4 @@
-"""A frozen block that is given no tensor with a gradient, but an object that has one, as the cache of peft's prefixes."""
+"""A frozen block that is given no tensor with a gradient, but an object with one, as the cache of peft's prefixes."""
 
 import torch
 from torch import nn
@@ -49,8 +49,8 @@ def trained(prepare):
 
 
 def test_its_saved_weights_are_there_in_the_backward():
-    """The prefix had a wrong gradient, without a word: the first layer was evaluated, and its slot was another
-    shard's by the time of the backward."""
+    """The prefix had a wrong gradient, without a word: the first layer was evaluated, and by the time of the backward
+    another shard was in its slot."""
     plain = trained(lambda *_: None)
     with hydra_tune.ShardPool(["cpu"], 80_000) as pool:
         assert_same(trained(lambda *given: hydra_tune.prepare(*given, pool=pool)), plain)

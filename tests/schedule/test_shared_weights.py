@@ -78,16 +78,17 @@ def test_the_next_shard_is_promoted_while_all_visit_this_one():
 
 
 def test_slots_that_a_ready_task_waits_for_make_room_last():
-    machine = sharing(0, 1, budget=70)
-    for shard in (0, 1):
+    machine = sharing(0, 1)
+    for shard in (0, 1, 2):
         machine.handle(TaskReady(at(0, shard)))
         assert machine.handle(Promoted(at(0, shard), 0)) == [Run(at(0, shard), 0)]
-        if shard == 0:
-            machine.handle(TaskReady(at(1, 0)))
-            assert machine.handle(Done(at(0, 0), 1.0)) == [Run(at(1, 0), 0)]
-            assert machine.handle(Done(at(1, 0), 1.0)) == []
-    machine.handle(TaskReady(at(1, 0, Direction.BACKWARD)))  # the older slot
-    assert machine.handle(Done(at(0, 1), 1.0, TaskReady(at(0, 2)))) == [Run(at(1, 0, Direction.BACKWARD), 0)]
+        if shard < 2:
+            machine.handle(Done(at(0, shard), 1.0))
+    evictable = machine.slots.evictable
+    assert list(evictable(machine.devices[0])) == [(SHARED, 7), (SHARED, 8)], "the oldest first"
+    machine.handle(TaskReady(at(1, 0)))
+    assert list(evictable(machine.devices[0])) == [(SHARED, 8), (SHARED, 7)]
+    assert list(evictable(machine.devices[0], ahead=at(0, 1, Direction.BACKWARD))) == [(SHARED, 8)]
     machine.validate()
 
 

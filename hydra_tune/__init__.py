@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hydra_tune.integrations.hugging_face.trainer_callback import HydraTrainerCallback
     from hydra_tune.integrations.hugging_face.trainer_search import hyperparameter_search
     from hydra_tune.integrations.lightning_trainer.lightning_callback import HydraLightningCallback
-    from hydra_tune.integrations.optuna_runner.memory_constraint import memory_constraint
+    from hydra_tune.integrations.optuna_runner.outcome import memory_constraint
     from hydra_tune.integrations.optuna_runner.rung_pruner import RungPruner
     from hydra_tune.integrations.optuna_runner.runner import HydraTrialRunner, optimize
     from hydra_tune.integrations.ray_tune import tune
@@ -62,7 +62,7 @@ _HOME = {
     "ShardPool": "hydra_tune.pool.shard_pool",
     "calibrate": "hydra_tune.calibration",
     "hyperparameter_search": "hydra_tune.integrations.hugging_face.trainer_search",
-    "memory_constraint": "hydra_tune.integrations.optuna_runner.memory_constraint",
+    "memory_constraint": "hydra_tune.integrations.optuna_runner.outcome",
     "optimize": "hydra_tune.integrations.optuna_runner.runner",
     "prepare": "hydra_tune.trials.preparation",
     "release": "hydra_tune.trials.preparation",

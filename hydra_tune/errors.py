@@ -40,23 +40,29 @@ class ReturnsWeightsError(PrepareError):
 class BudgetError(HydraTuneError, ValueError, RuntimeError):
     """Something needs more bytes than the budget of the device or of the host, however it is cut or ordered.
 
-    `lack`    the share of the budget that is missing: needed / budget - 1. The need may be a guess; 1.0 without any
-    `blocks`  names of the blocks, if each of them alone needs too much
+    `lack`        the share of the budget that is missing: needed / budget - 1. The need may be a guess; 1.0 without any
+    `need_bytes`  the budget that would be needed, None if unknown; `argument` of `ShardPool` is what gives it
+    `blocks`      names of the blocks, if each of them alone needs too much
 
     Like PyTorch's own error it is a `RuntimeError` whose text says "out of memory". So a script that halves the batch
     on such an error (accelerate's `find_executable_batch_size`) recognises it.
     """
 
     lack = 1.0
+    need_bytes: int | None = None
+    argument = "memory"
     blocks: Sequence[str] = ()
 
     def __init__(self, message: str) -> None:
         prefix = "The pool is out of memory. "
         super().__init__(prefix + message.removeprefix(prefix))  # a copy from another process has the prefix already
 
-    def lacking(self, need_bytes: int, budget_bytes: int, blocks: Sequence[str] = ()) -> BudgetError:
-        """Set `lack`, to 0.01 at least, and `blocks`; returns this error."""
+    def lacking(
+        self, need_bytes: int, budget_bytes: int, blocks: Sequence[str] = (), *, argument: str = "memory"
+    ) -> BudgetError:
+        """Set `lack`, to 0.01 at least, and the others; returns this error."""
         self.lack, self.blocks = max(need_bytes / max(1, budget_bytes) - 1.0, 0.01), blocks
+        self.need_bytes, self.argument = need_bytes, argument
         return self
 
 

@@ -249,6 +249,11 @@ class Planner:
             trial.residency.share(numbers)
         trial.summary["shared_weights"] = numbers
 
+    @property
+    def peak_bytes(self) -> int:
+        """The least budget in which the trial's steps run, as far as they are known."""
+        return max((plan.need_bytes for plan in self._plans.values()), default=0)
+
     def settle_last(self) -> None:
         """Settle under the plan for the kind that was measured last, if one was."""
         if self.known.measures:

@@ -92,4 +92,4 @@ def _check_host_bytes(pool: ShardPool, name: str, num_bytes: int) -> None:
             f"{name} needs {format_bytes(num_bytes)} of host memory for its weights, gradients and optimizer "
             f"state, but all trials of this pool may have {format_bytes(pool.host_memory_bytes)}. Raise its "
             "host_memory=, or train a smaller model."
-        ).lacking(num_bytes, pool.host_memory_bytes)
+        ).lacking(num_bytes, pool.host_memory_bytes, argument="host_memory")

@@ -11,16 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.pool.trace import TaskClock, Trace
 from hydra_tune.pool.trial_table import TrialTable
 from hydra_tune.schedule.ledger import SHARED
 from hydra_tune.schedule.machine import Machine
-
-if TYPE_CHECKING:
-    from hydra_tune.trials.trial import Trial
 
 _DEVICE_KEYS = ("name", "budget_bytes", "used_bytes", "peak_bytes", "measured_peak_bytes")
 
@@ -99,11 +96,6 @@ class Report:
             }
             for number, summary in self._table.summaries.items()
         ]
-
-    def of_trial(self, trial: Trial) -> dict[str, Any]:
-        """A few numbers on one trial."""
-        told = {key: trial.summary[key] for key in ("device", "steps", "resident", "weight_bytes")}
-        return {**told, "shards": len(trial.summary["shards"]), **asdict(self.trace.trials[trial.id])}
 
     def of_time(self) -> list[dict[str, Any]]:
         """The trace's spans, each with the name of its trial."""

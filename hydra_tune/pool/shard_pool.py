@@ -21,12 +21,14 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.planning.known_steps import KnownArchitectures
 from hydra_tune.pool.event_loop import EventLoop
 from hydra_tune.pool.recording import recorded
+from hydra_tune.pool.snapshots import Snapshots
 from hydra_tune.process.fork import gate, new_in_child
 from hydra_tune.randomness import RandomState
 from hydra_tune.schedule.machine import Machine
 from hydra_tune.schedule.plan import TrialPlan
 from hydra_tune.schedule.policy import Policy, policy_named
 from hydra_tune.show import timeline
+from hydra_tune.show.snapshot import PoolSnapshot
 from hydra_tune.simulation import workload
 from hydra_tune.simulation.workload import TrialWork
 
@@ -83,6 +85,7 @@ class ShardPool:
         for device, state in zip(opened, machine.devices, strict=True):
             device.ledger = state.ledger
         self.events = EventLoop(tuple(opened), machine, self.num_threads)
+        self._snapshots = Snapshots(opened, machine, self.events.table, self.events.report, self.events.waiting)
         self.known = KnownArchitectures(self.events.lock)
         self.shared_weights = self.events.shared_weights
 
@@ -109,10 +112,18 @@ class ShardPool:
             shared = report.of_shared(self.shared_weights.base_numbers)
             return {"elapsed_s": report.trace.now_s(), "devices": devices, "trials": trials, "shared": shared}
 
-    def figures(self, trial: Trial) -> dict[str, Any]:
-        """A few numbers on what one trial has done so far, as plain data."""
+    def snapshot(self) -> PoolSnapshot:
+        """What devices and live trials do now, for a view."""
         with self.events.lock:
-            return self.events.report.of_trial(trial)
+            self.events.end_abandoned()
+            self.events.settle()
+            return self._snapshots.take(self.host_memory_bytes)
+
+    def figures(self, trial: Trial) -> dict[str, Any]:
+        """A few figures on what one trial has done so far, under flat keys such as ``hydra/state``."""
+        with self.events.lock:
+            self.events.settle()
+            return self._snapshots.figures(trial)
 
     def timeline(self) -> list[dict[str, Any]]:
         """Spans of time in order of their end: kind (run, promote, spill, wait, stall), device, trial, step, shard,

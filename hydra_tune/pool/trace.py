@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ class Totals:
 
     busy_s      tasks ran
     stalled_s   a device had trials, but ran no task; or a trial had a ready task that waited
+    stalled_by  of a device: the same by cause
     """
 
     promoted_bytes: int = 0
@@ -61,6 +62,11 @@ class Totals:
     dropped_bytes: int = 0
     busy_s: float = 0.0
     stalled_s: float = 0.0
+    stalled_by: dict[str, float] = field(default_factory=dict)
+
+    def stall(self, seconds: float, cause: str) -> None:
+        self.stalled_s += seconds
+        self.stalled_by[cause] = self.stalled_by.get(cause, 0.0) + seconds
 
 
 class Trace:
@@ -94,7 +100,7 @@ class Trace:
 
     def note_stall(self, device: int, start_s: float, end_s: float, cause: str) -> None:
         self._spans.append(("stall", device, -1, -1, "", start_s, end_s, cause, 0))
-        self.devices[device].stalled_s += end_s - start_s
+        self.devices[device].stall(end_s - start_s, cause)
 
     def note_long_lease(self, device: int, trial: int, tasks: Sequence[Ran], since_s: float) -> tuple[float, float]:
         """Add the tasks of a long lease, and the device's stalls before each of them, the first since `since_s`.
@@ -107,7 +113,8 @@ class Trace:
             self._spans.append(("run", device, trial, 0, direction._value_, start_s, end_s, "", step))
             busy_s += end_s - start_s
             since_s = end_s
-        self.devices[device].stalled_s += stalled_s
+        if stalled_s:
+            self.devices[device].stall(stalled_s, BETWEEN)
         self.devices[device].busy_s += busy_s
         self.trials[trial].busy_s += busy_s
         return busy_s, since_s

@@ -24,9 +24,7 @@ from hydra_tune.errors import TrialStopped
 
 _POLL_S = 0.5
 # Modules of trials/ in which Ctrl-C waits. In the others, `preparation` and `prepared_loader`, it is raised at once.
-_TRIAL_MODULES = (
-    "backwards block_calls context forwards out_of_memory residency sent_gradients steps tasks trial visits"
-)
+_TRIAL_MODULES = "backwards block_calls context forwards out_of_memory residency sent_gradients steps tasks trial"
 _DEVICE_MODULES = "counting_mode meter"
 _LIBRARY_MODULES = frozenset(
     f"hydra_tune.{folder}.{name}"

@@ -1,9 +1,8 @@
 """Under which keys the `user_attrs` of an Optuna trial say what became of it. Users read them; other processes of the
-search act on some."""
+search act on some. Figures of its training are under ``hydra/...``, one key each (`pool/snapshots.py`)."""
 
 from __future__ import annotations
 
-FIGURES = "hydra_tune"  # of its training: steps, times, bytes
 PRUNED = "hydra_tune: pruned because"
 INFEASIBLE = "hydra_tune: infeasible because"
 LACK = "hydra_tune: lacks"  # memory, as a share of what there is

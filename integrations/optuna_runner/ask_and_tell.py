@@ -11,6 +11,7 @@ study.ask | block, an attempt at the trial               | after it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -22,6 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hydra_tune.integrations.optuna_runner.attempt import Attempts
 from hydra_tune.integrations.optuna_runner.outcome import Outcome, value_to_tell
 
+logger = logging.getLogger("hydra_tune")
 _stock_tell = optuna.Study.tell
 
 
@@ -66,7 +68,9 @@ def asked_trial(attempts: Attempts, study: optuna.Study, options: Mapping[str, A
         if not outcome.told:
             _refuse_untold(outcome)
             _stock_tell(study, trial, value_to_tell(outcome, study))
-    except optuna.TrialPruned:
+    except optuna.TrialPruned as pruned:
+        if str(pruned):  # `optimize` leaves that to Optuna, which logs nothing of a trial that is told
+            logger.warning("trial %d: pruned, %s", trial.number, pruned)
         _stock_tell(study, trial, state=TrialState.PRUNED, skip_if_finished=True)
     except BaseException:
         _stock_tell(study, trial, state=TrialState.FAIL, skip_if_finished=True)

@@ -10,7 +10,6 @@ outcome, and is raised to Optuna only after every byte was given back.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
     from hydra_tune.integrations.optuna_runner.search_checkpoints import SearchCheckpoints
 
-logger = logging.getLogger("hydra_tune")
 STAGGER_S = 0.1  # at most, that a trial waits for the model of the one before it
 
 
@@ -76,15 +74,12 @@ class Attempts:
             PoolClosedError: the pool was closed meanwhile.
             ResumeError: the checkpoint that the trial goes on from is another objective's.
         """
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("trial %d: starts", trial.number)
         outcome = Outcome(trial)
         before = None if self._checkpoints is None else self._checkpoints.as_it_was(trial)
         try:
             with self._in_context(outcome, before, alone=alone):
                 yield outcome
         except TrialStopped as stop:
-            logger.info("trial %d: stopped, %s", trial.number, stop)
             if not outcome.context.stop.reason:
                 raise PoolClosedError(f"trial {trial.number} was stopped: {stop}.") from None
             if self._running.interrupted:
@@ -100,15 +95,15 @@ class Attempts:
         except BudgetError as error:
             if outcome.told:
                 raise
-            outcome.reason, outcome.lack = str(error), error.lack
+            outcome.reason, outcome.lack, outcome.did_not_fit = str(error), error.lack, True
+            outcome.need_bytes, outcome.argument = error.need_bytes, error.argument
         except Exception as error:
             prunes = outcome.prepared and not outcome.told and isinstance(error, torch.OutOfMemoryError)
             if not prunes or isinstance(error, self._caught):
-                logger.info("trial %d: ended by %s", trial.number, type(error).__name__)
                 outcome.note_constraint()
                 raise
             outcome.reason, outcome.lack = f"it ran out of memory: {error}", 1.0
-            outcome.ran_out_of_memory = True
+            outcome.ran_out_of_memory = outcome.did_not_fit = True
 
     @contextmanager
     def _in_context(self, outcome: Outcome, before: optuna.trial.FrozenTrial | None, *, alone: bool) -> Iterator[None]:
@@ -117,7 +112,7 @@ class Attempts:
         seed = None if checkpoints is None or before is None else checkpoints.first_of(before)
         with running(trial), trial_context(self._pool, trial.number, seed, alone=alone) as context:
             outcome.context = context
-            self._running.add(trial.number, context)
+            self._running.add(trial, context)
             try:
                 if checkpoints is not None and before is not None:
                     context.resumption = checkpoints.resumption_of(before, context)

@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
+from typing import TYPE_CHECKING
 
 from hydra_tune.process.fork import gate
 from hydra_tune.trials.context import Context
+
+if TYPE_CHECKING:
+    import optuna
 
 logger = logging.getLogger("hydra_tune")
 LOOK_AROUND_S = 0.2
@@ -28,6 +32,7 @@ class LiveTrials:
         self.interrupted = ""  # why, if it was
         self._stopped = ""  # likewise, by that or by hand
         self._contexts: dict[int, Context] = {}  # by the trial's number
+        self._trials: dict[int, optuna.Trial] = {}  # likewise
         self._begun: dict[int, object] = {}
 
     def wait_for(self, optimize: Callable[[], None], stop_asking: Callable[[], None]) -> None:
@@ -89,13 +94,20 @@ class LiveTrials:
     def has_begun(self, number: int) -> bool:
         return number in self._begun
 
-    def add(self, number: int, context: Context) -> None:
-        self._contexts[number] = context
+    def add(self, trial: optuna.Trial, context: Context) -> None:
+        self._trials[trial.number] = trial
+        self._contexts[trial.number] = context
         if self._stopped:
             context.stop(self._stopped)
 
     def remove(self, number: int) -> None:
         self._contexts.pop(number, None)
+        self._trials.pop(number, None)
+
+    @property
+    def all(self) -> list[tuple[optuna.Trial, Context]]:
+        contexts = list(self._contexts.items())
+        return [(trial, context) for number, context in contexts if (trial := self._trials.get(number)) is not None]
 
     def context(self, number: int) -> Context | None:
         return self._contexts.get(number)

@@ -9,13 +9,16 @@ samplers learn nothing of pruned trials.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from hydra_tune.integrations.frameworks.trial_attributes import FIGURES, INFEASIBLE, LACK, PRUNED
-from hydra_tune.trials.context import Context
+from hydra_tune.errors import ConfigError
+from hydra_tune.integrations.frameworks.trial_attributes import INFEASIBLE, LACK, PRUNED
+from hydra_tune.trials.context import Context, current_context
+from hydra_tune.trials.trial import Trial
 
 if TYPE_CHECKING:
     import optuna
@@ -25,7 +28,8 @@ logger = logging.getLogger("hydra_tune")
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one attempt: what its objective gave, or the `reason` for which it is pruned; `lack` as in `BudgetError`."""
+    """Of one attempt: what its objective gave, or the `reason` for which it is pruned; `lack`, `need_bytes` and
+    `argument` as in `BudgetError`."""
 
     trial: optuna.Trial
     context: Context = field(init=False)
@@ -33,20 +37,29 @@ class Outcome:
     value: Any = None
     reason: str = ""
     lack: float = 0.0
+    need_bytes: int | None = None
+    argument: str = "memory"
+    did_not_fit: bool = False
     ran_out_of_memory: bool = False
     told: bool = False  # to the study, which takes nothing more of it
 
     def note_figures(self) -> None:
-        """Of the model that has made the most steps, the last of such: others were prepared to evaluate it."""
+        """Set them as the trial's attributes."""
         self.prepared = bool(self.context.trials)
         if self.prepared and not self.told:
-            longest = max(reversed(self.context.trials), key=lambda each: each.summary["steps"])
-            self.trial.set_user_attr(FIGURES, longest.pool.figures(longest))
+            for key, value in figures_of(self.context.trials).items():
+                self.trial.set_user_attr(key, value)
 
     def note_constraint(self) -> None:
         """For an objective that has called `memory_constraint`."""
         if self.context.notes_memory and not self.told:
             self.trial.set_constraint(LACK, self.lack)
+
+
+def figures_of(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Of the model that has made the most steps, the last of such: others were prepared to evaluate it."""
+    longest = max(reversed(trials), key=lambda each: each.summary["steps"])
+    return longest.pool.figures(longest)
 
 
 def value_to_tell(outcome: Outcome, study: optuna.Study) -> Any:
@@ -67,16 +80,13 @@ def value_to_tell(outcome: Outcome, study: optuna.Study) -> Any:
         return worst
     if outcome.lack:
         _warn_at_first_lack(study, outcome.context)
-    if outcome.reason:
-        logger.warning("trial %d: pruned, %s", trial.number, outcome.reason)
+    if outcome.reason:  # which Optuna logs
         trial.set_user_attr(PRUNED, outcome.reason)
         import optuna
 
         raise optuna.TrialPruned(outcome.reason)
     if not outcome.prepared:
         _warn_of_unprepared(study)
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("trial %d: finished with %s", trial.number, outcome.value)
     return outcome.value
 
 
@@ -97,6 +107,34 @@ def _worst_values(study: optuna.Study) -> list[float]:
     known = zip(*(trial.values for trial in complete), strict=True)
     maximizes = [each is optuna.study.StudyDirection.MAXIMIZE for each in study.directions]
     return [min(values) if larger else max(values) for values, larger in zip(known, maximizes, strict=False)]
+
+
+def memory_constraint(trial: optuna.trial.FrozenTrial | optuna.Trial) -> tuple[float]:
+    """By how much a trial lacked memory that could never fit: 0.5 if it needed half as much again as there is; where
+    its first step found no room, a guess that grows with the model and its batch; 0 if it fitted.
+
+    From Optuna 5 on, call ``hydra_tune.memory_constraint(trial)`` in the objective, before `prepare`: the runner sets
+    the constraint when the trial ends, and tells one that could never fit, or has diverged to NaN, as complete but
+    infeasible, with the worst values so far and the reason in its `user_attrs`: some samplers learn nothing of pruned
+    ones. While none has finished there is no value to tell, and it is pruned. Before Optuna 5, it is a sampler's:
+    ``constraints_func=hydra_tune.memory_constraint``.
+
+    Raises:
+        ConfigError: no trial, or one of Optuna 4 that still runs.
+    """
+    import optuna
+
+    if isinstance(trial, optuna.trial.FrozenTrial):
+        return (float(trial.user_attrs.get(LACK, 0.0)),)
+    if not isinstance(trial, optuna.trial.BaseTrial):
+        raise ConfigError(f"memory_constraint takes the trial that the objective is given, got {trial!r}.")
+    if not hasattr(trial, "set_constraint"):
+        raise ConfigError(
+            f"trials have constraints from Optuna 5 on, this is {optuna.__version__}. Give the sampler "
+            "constraints_func=hydra_tune.memory_constraint instead."
+        )
+    current_context().notes_memory = True
+    return (0.0,)
 
 
 # ---- warnings, once a study ----

@@ -17,6 +17,7 @@ from hydra_tune.checkpoints.interval import Interval
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.frameworks.current_trial import current_trial
 from hydra_tune.integrations.optuna_runner.concurrency import Places, SearchEnded
+from hydra_tune.integrations.optuna_runner.live_attributes import shown
 from hydra_tune.integrations.optuna_runner.search import BY_HAND, Search
 from hydra_tune.pool.shard_pool import ShardPool, default_pool
 from hydra_tune.trials.context import Context
@@ -79,11 +80,14 @@ class HydraTrialRunner:
         catch: Iterable[type[Exception]] | type[Exception] = (),
         callbacks: Iterable[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]] | None = None,
         gc_after_trial: bool = False,
-        show_progress_bar: bool = False,
+        show_progress_bar: bool | None = None,
         *,
         n_jobs: None = None,  # refused, by `concurrency`
     ) -> None:
-        """`Study.optimize`, each argument with the meaning it has there.
+        """`Study.optimize`, each argument with the meaning it has there, but for the progress.
+
+        `show_progress_bar` shows a table of devices and trials in place, in a terminal or a notebook, and a line every
+        30 s elsewhere; by default it does, False shows nothing. At the end a summary is logged.
 
         After Ctrl-C no trial begins; those that run stop at their next task boundary and are told as failed; then
         `KeyboardInterrupt` is raised. A second Ctrl-C raises it at once, and they stop by themselves. A trial that can
@@ -108,7 +112,7 @@ class HydraTrialRunner:
         caught = (catch,) if isinstance(catch, type) else tuple(catch)
         places = Places(self.pool, self.concurrency, timeout, lambda: study._stop_flag)  # no public way to ask
         checkpoints = self._checkpoints(study)
-        search = Search(self.pool, study, places, caught, checkpoints)
+        search = Search(self.pool, study, places, caught, checkpoints, n_trials)
         warn_of_sampler(study, search.places.number, n_trials)
         if checkpoints is not None:
             checkpoints.folder.recover(study)
@@ -123,7 +127,6 @@ class HydraTrialRunner:
                     catch=caught,
                     callbacks=search.callbacks(callbacks or ()) or None,  # for each the trial is copied
                     gc_after_trial=gc_after_trial,
-                    show_progress_bar=show_progress_bar,
                 )
             if search.error is not None:
                 raise search.error
@@ -133,7 +136,7 @@ class HydraTrialRunner:
         self._searches.append(search)
         try:
             here = threading.current_thread() is threading.main_thread()
-            with self.pool.shared_weights.bases_kept():
+            with self.pool.shared_weights.bases_kept(), shown(search.progress, study, show_progress_bar):
                 if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
                     optimize()
                 else:
@@ -278,10 +281,13 @@ def _number_of(trial: Any) -> int:
 
 
 def _show_progress() -> None:
-    """Progress as plain lines on stderr, unless the user has set up logging."""
+    """Progress as plain lines on stderr, unless the user has set up logging. They are quiet as Optuna's are."""
     if not logger.handlers and not logging.getLogger().handlers and logger.level == logging.NOTSET:
+        import optuna
+
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        handler.addFilter(lambda record: record.levelno >= optuna.logging.get_verbosity())
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
 

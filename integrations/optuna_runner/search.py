@@ -16,7 +16,8 @@ from hydra_tune.integrations.frameworks import guards
 from hydra_tune.integrations.optuna_runner.attempt import Attempts
 from hydra_tune.integrations.optuna_runner.concurrency import Places
 from hydra_tune.integrations.optuna_runner.live_trials import LiveTrials
-from hydra_tune.integrations.optuna_runner.outcome import value_to_tell
+from hydra_tune.integrations.optuna_runner.outcome import Outcome, value_to_tell
+from hydra_tune.integrations.optuna_runner.search_progress import SearchProgress
 from hydra_tune.pool.shard_pool import ShardPool
 
 if TYPE_CHECKING:
@@ -40,10 +41,12 @@ class Search:
         places: Places,
         caught: tuple[type[Exception], ...] = (),
         checkpoints: SearchCheckpoints | None = None,
+        n_trials: int | None = None,
     ) -> None:
         guards.install()
         self.places = places
         self.running = LiveTrials()
+        self.progress = SearchProgress(pool, study, self.running, n_trials)
         self.attempts = Attempts(pool, study, places, self.running, caught, checkpoints)
         self.error: BaseException | None = None  # the first that `Study.optimize` is to raise, and may lose
         self._study = study
@@ -87,11 +90,15 @@ class Search:
             optuna.TrialPruned: that it is pruned.
             BaseException: of the objective, or of an interruption.
         """
+        outcomes: list[Outcome] = []
         try:
-            return self._run(objective, trial)
+            value = self._run(objective, trial, outcomes)
+            self.progress.trial_ends(trial.number, outcomes[-1], None)
+            return value
         except BaseException as error:
             import optuna
 
+            self.progress.trial_ends(trial.number, outcomes[-1] if outcomes else None, error)
             if not isinstance(error, (*self._caught, optuna.TrialPruned)):
                 if not self.running.interrupted:
                     self.error = self.error or error
@@ -100,14 +107,23 @@ class Search:
         finally:
             self.places.trial_ends()
 
-    def _run(self, objective: Callable[[optuna.Trial], Any], trial: optuna.Trial, *, alone: bool = False) -> Any:
-        """With `alone`, for the second time: its first attempt has run out of memory where no room could be made."""
+    def _run(
+        self,
+        objective: Callable[[optuna.Trial], Any],
+        trial: optuna.Trial,
+        outcomes: list[Outcome],
+        *,
+        alone: bool = False,
+    ) -> Any:
+        """With `alone`, for the second time: its first attempt has run out of memory where no room could be made.
+        `outcomes` gets that of each attempt."""
         with self.attempts.attempt(trial, alone=alone) as outcome:
+            outcomes.append(outcome)
             outcome.context.stop.check()
             outcome.value = objective(trial)
         if outcome.ran_out_of_memory and not alone:
             logger.warning("trial %d: %s It runs again, spilled and alone on its device.", trial.number, outcome.reason)
-            return self._run(objective, trial, alone=True)
+            return self._run(objective, trial, outcomes, alone=True)
         return value_to_tell(outcome, self._study)
 
     def clone(self, number: int, changed: dict[str, Any]) -> None:

@@ -100,7 +100,7 @@ def test_three_side_by_side(tmp_path, mode, budget):
     trials = searched(objective, 3, budget)
     assert [equal(together[number], alone) for number in range(3)] == [True] * 3
     assert len({tuple(alone[0])}) == 1 and len(alone[0]) == 4
-    assert [trial.user_attrs["hydra_tune"]["promoted_bytes"] > 2**23 for trial in trials] == [budget == SPILLED] * 3
+    assert [trial.user_attrs["hydra/promoted_mib"] > 8 for trial in trials] == [budget == SPILLED] * 3
 
 
 def test_bf16_beside_fp32(tmp_path):

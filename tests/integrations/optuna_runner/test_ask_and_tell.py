@@ -87,7 +87,7 @@ def test_a_block_gives_the_numbers_of_an_objective(budget):
             b.params,
             b.intermediate_values,
         )
-        assert a.user_attrs["hydra_tune"]["steps"] == b.user_attrs["hydra_tune"]["steps"] == STEPS
+        assert a.user_attrs["hydra/steps"] == b.user_attrs["hydra/steps"] == STEPS
     assert runner.pool.devices[0].used_bytes == 0
 
 
@@ -257,7 +257,7 @@ def test_a_block_that_tells_nothing_is_told_as_failed_and_says_what_to_call():
     with pytest.raises(RuntimeError, match=says), runner.trial(study) as trial:
         small(trial)
     assert study.trials[0].state is TrialState.FAIL
-    assert study.trials[0].user_attrs["hydra_tune"]["steps"] == 1
+    assert study.trials[0].user_attrs["hydra/steps"] == 1
 
 
 @pytest.mark.parametrize("state", [TrialState.PRUNED, TrialState.FAIL])
@@ -268,7 +268,7 @@ def test_a_block_may_tell_a_state_and_by_number(state):
         told = study.tell(trial.number, state=state)
     assert told.state is study.trials[0].state is state
     assert told.value == (3.0 if state is TrialState.PRUNED else None)
-    assert told.user_attrs["hydra_tune"]["steps"] == 1
+    assert told.user_attrs["hydra/steps"] == 1
     assert "hydra_tune: pruned because" not in told.user_attrs
 
 

@@ -1,0 +1,109 @@
+"""Writes figures of running trials, and of the whole pool, into the study's storage, where dashboards look.
+
+Keys are flat (``hydra/state``, ``hydra/step_ms``), so that a dashboard shows and sorts each. A storage may be slow, and
+others write to it: a round takes at most a hundredth of the time. A storage that fails costs the live figures alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hydra_tune.integrations.optuna_runner.outcome import figures_of
+from hydra_tune.integrations.optuna_runner.search_progress import SearchProgress
+from hydra_tune.show.live_view import LiveView
+
+if TYPE_CHECKING:
+    import optuna
+
+logger = logging.getLogger("hydra_tune")
+FIRST_S, LEAST_PAUSE_S = 1.0, 2.0
+MOST_OF_TIME = 0.01
+
+
+@contextmanager
+def shown(progress: SearchProgress, study: optuna.Study, wanted: bool | None) -> Iterator[None]:
+    """While it lasts, the search is shown in a view and in the study's attributes. At its end a summary is logged."""
+    attributes = LiveAttributes(progress, study)
+    try:
+        with attributes, LiveView(progress.snapshot, wanted):
+            yield
+    finally:
+        attributes.write_last()
+        log = logger.warning if progress.search().did_not_fit else logger.info
+        log("%s", progress.summary())
+
+
+class LiveAttributes:
+    """One search's, written by a thread of its own while it is entered."""
+
+    def __init__(self, progress: SearchProgress, study: optuna.Study) -> None:
+        self._progress = progress
+        self._study = study
+        self._ended = threading.Event()
+        self._written: dict[Any, dict[str, Any]] = {}  # what a trial has by now, by its id; the study's under None
+        self._thread = threading.Thread(target=self._run, name="hydra_tune attributes", daemon=True)
+
+    def __enter__(self) -> LiveAttributes:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = FIRST_S
+        while not self._ended.wait(pause_s):
+            start_s = time.monotonic()
+            if not self._try(self._write_all):
+                break
+            pause_s = max(LEAST_PAUSE_S, (time.monotonic() - start_s) / MOST_OF_TIME)
+        self._study._storage.remove_session()  # this thread's
+
+    def write_last(self) -> None:
+        """Of the study; a trial's own thread writes its last figures."""
+        self._try(self._write_study)
+        self._study._storage.remove_session()
+
+    def _try(self, write: Any) -> bool:
+        try:
+            write()
+            return True
+        except Exception as error:
+            logger.warning("live figures are no longer written to the study's storage (%s)", error)
+            return False
+
+    def _write_all(self) -> None:
+        import optuna
+
+        running = self._progress.running.all
+        for trial, context in running:
+            if trials := [each for each in context.trials if not each.ended]:
+                try:
+                    figures = figures_of(trials)
+                except KeyError:  # it has just ended
+                    continue
+                try:
+                    for key, value in self._changed(trial._trial_id, figures).items():
+                        self._study._storage.set_trial_user_attr(trial._trial_id, key, value)
+                except optuna.exceptions.UpdateFinishedTrialError:
+                    continue
+        self._write_study()
+        for gone in self._written.keys() - {None, *(trial._trial_id for trial, _ in running)}:
+            del self._written[gone]
+
+    def _write_study(self) -> None:
+        for key, value in self._changed(None, self._progress.attributes()).items():
+            self._study.set_user_attr(key, value)
+
+    def _changed(self, whose: Any, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that have other values than were written last."""
+        written = self._written.setdefault(whose, {})
+        changed = {key: value for key, value in figures.items() if written.get(key) != value}
+        written.update(changed)
+        return changed

@@ -1,0 +1,160 @@
+"""What a search shows: figures in the study while trials run, a summary at the end, each ending said once."""
+
+import logging
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+
+import hydra_tune
+from hydra_tune.integrations.optuna_runner import live_attributes
+from models import BUDGETS, WIDTH, Net
+from waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Live figures are written as often as can be."""
+    monkeypatch.setattr(live_attributes, "FIRST_S", 0.001)
+    monkeypatch.setattr(live_attributes, "LEAST_PAUSE_S", 0.001)
+    monkeypatch.setattr(live_attributes, "MOST_OF_TIME", 1.0)
+
+
+def train(trial, steps=3):
+    model = Net()
+    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), total_steps=steps)
+    for _ in range(steps):
+        loss = model(torch.randn(4, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def search(objective, n_trials, budget=BUDGETS["spilled"], study=None, **options):
+    study = study or optuna.create_study(sampler=optuna.samplers.RandomSampler(0), study_name="digits")
+    pool = hydra_tune.ShardPool(["cpu"], budget, seed=0, **options)
+    hydra_tune.HydraTrialRunner(pool, 1).optimize(study, objective, n_trials)
+    return study
+
+
+def summary(caplog):
+    (text,) = [r for r in caplog.records if " trials in " in r.getMessage()]
+    return text
+
+
+# ---- live ----
+
+
+def test_figures_are_in_the_storage_while_a_trial_runs(tmp_path):
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    study, seen = optuna.create_study(storage=url, study_name="live"), {}
+
+    def as_another_process_sees_it():
+        (trial,) = optuna.load_study(study_name="live", storage=url).trials
+        return trial.user_attrs if trial.state is TrialState.RUNNING else {}
+
+    def objective(trial):
+        value = train(trial)
+        wait_until(lambda: as_another_process_sees_it().get("hydra/steps") == 3)
+        seen.update(as_another_process_sees_it())
+        return value
+
+    search(objective, 1, study=study)
+    assert seen["hydra/state"] == "spilled" and seen["hydra/step_ms"] > 0 and seen["hydra/peak_mib"] > 0
+    told = study.trials[0].user_attrs
+    assert set(seen) <= set(told) and told["hydra/promoted_mib"] >= seen["hydra/promoted_mib"] > 0
+    assert {"hydra/devices", "hydra/busy_pct", "hydra/did_not_fit"} <= set(study.user_attrs)
+
+
+def test_a_storage_that_fails_costs_the_live_figures_alone(monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(optuna.Study, "set_user_attr", fail)
+    study = search(train, 2)
+    assert [t.state for t in study.trials] == [TrialState.COMPLETE] * 2
+    assert "live figures are no longer written to the study's storage (No space left on device)" in caplog.messages
+
+
+# ---- at the end ----
+
+
+def test_a_summary_counts_how_trials_ended(caplog):
+    caplog.set_level(logging.INFO, "hydra_tune")
+
+    def objective(trial):
+        if trial.number == 0:
+            raise optuna.TrialPruned
+        return train(trial) if trial.number == 1 else float(trial.number)
+
+    study = search(objective, 4)
+    text = summary(caplog).getMessage()
+    assert ": 3 complete, 1 pruned; best " in text
+    assert f"(trial {study.best_trial.number})" in text and "devices computed" in text
+    assert summary(caplog).levelno == logging.INFO
+
+
+def test_where_nothing_fits_a_warning_says_how_many_and_what_would_hold_them(caplog):
+    """Every trial was pruned, and the search ended without a word."""
+    study = search(train, 3, budget=20)
+    assert [t.state for t in study.trials] == [TrialState.PRUNED] * 3
+    record = summary(caplog)
+    assert record.levelno == logging.WARNING
+    counts, lacking, _ = record.getMessage().splitlines()
+    assert counts.endswith(": none complete")
+    assert lacking.startswith('3 did not fit device memory; memory="') and "Raise memory=" in lacking
+    enough = lacking.split('"')[1]
+    assert search(train, 1, budget=enough).trials[0].state is TrialState.COMPLETE, "it is enough indeed"
+
+
+def test_host_memory_that_lacks_is_named(caplog):
+    search(train, 2, host_memory=1000)
+    assert '2 did not fit host memory; host_memory="' in summary(caplog).getMessage()
+
+
+def test_a_failed_trial_counts_as_failed(caplog):
+    caplog.set_level(logging.INFO, "hydra_tune")
+
+    def objective(trial):
+        raise ValueError("of the objective")
+
+    with pytest.raises(ValueError, match="of the objective"):
+        search(objective, 1)
+    assert ": 1 failed" in summary(caplog).getMessage()
+
+
+def test_the_best_follows_the_direction(caplog):
+    caplog.set_level(logging.INFO, "hydra_tune")
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(0))
+    search(lambda trial: float(trial.number), 3, study=study)
+    assert "best 2 (trial 2)" in summary(caplog).getMessage()
+
+
+# ---- said once ----
+
+
+def test_each_ending_is_said_once_by_optuna(caplog):
+    caplog.set_level(logging.INFO, "hydra_tune")
+    search(lambda trial: float("nan") if trial.number else train(trial), 2)
+    assert not [m for m in caplog.messages if m.startswith("trial ")]
+
+
+def test_our_lines_are_as_quiet_as_optunas(capsys, monkeypatch):
+    """They came whatever Optuna's verbosity was."""
+    logger, root = logging.getLogger("hydra_tune"), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [])
+    level, verbosity = logger.level, optuna.logging.get_verbosity()
+    try:
+        logger.setLevel(logging.NOTSET)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        search(train, 3, budget=20)
+        assert capsys.readouterr().err == ""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        search(train, 3, budget=20)
+        assert "3 did not fit device memory" in capsys.readouterr().err
+    finally:
+        logger.setLevel(level)
+        optuna.logging.set_verbosity(verbosity)

@@ -1,0 +1,254 @@
+"""The live view: what it draws, where, and that nothing it meets stops or changes a search."""
+
+import io
+import json
+import logging
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from hydra_tune.show import live_view
+from hydra_tune.show.live_table import MOST_ROWS, format_seconds, live_table, plain_line
+from hydra_tune.show.live_view import AboveView, LiveView
+from hydra_tune.show.snapshot import DeviceSnapshot, PoolSnapshot, SearchSnapshot, TrialSnapshot
+
+MIB = 2**20
+DEVICE = DeviceSnapshot("cuda:0", 20 * MIB, 5 * MIB, 9 * MIB, "trial 1", "trial 2", 6.0, {"promotion": 1.0})
+TRIALS = (
+    TrialSnapshot("trial 1", "spilled", 10, 40, 0.25, 0.5, 5 * MIB, 8 * MIB, 0.4),
+    TrialSnapshot("trial 2", "waits for memory of cuda:0"),
+)
+ENDED = tuple(TrialSnapshot(f"trial {n}", "complete", value=n / 4) for n in range(3, 40))
+SEARCH = SearchSnapshot("digits", complete=30, pruned=2, running=2, n_trials=64, best=0.25, best_trial=7, elapsed_s=64.0)
+SNAPSHOT = PoolSnapshot(10.0, (DEVICE,), TRIALS, 9 * MIB, 90 * MIB, SEARCH)
+
+
+def drawn(snapshot, columns=100):
+    console = Console(file=io.StringIO(), width=columns)
+    console.print(live_table(snapshot))
+    return console.file.getvalue().splitlines()
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def open_terminal(monkeypatch):
+    """Opens one of 100 columns that both streams write to. Called in a test: pytest sets its own streams before."""
+
+    def opened():
+        stream = FakeTerminal()
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        for name, value in (("TERM", "xterm"), ("COLUMNS", "100"), ("LINES", "40")):
+            monkeypatch.setenv(name, value)
+        return stream
+
+    return opened
+
+
+def plain(text):
+    from rich.ansi import AnsiDecoder
+
+    return [line.plain for line in AnsiDecoder().decode(text)]
+
+
+# ---- what is drawn ----
+
+
+def test_a_table_says_what_the_search_the_devices_and_the_trials_do():
+    search, device, header, _, first, second = map(str.rstrip, drawn(SNAPSHOT))
+    assert search == "digits   32 of 64 done, 2 running, 2 pruned   best 0.25 (trial 7)   64 s left"
+    assert device.split("━")[-1] == "  5.0 MiB of 20.0 MiB   busy 60%   computes trial 1, promotes trial 2"
+    assert header.split() == ["trial", "state", "step", "ms/step", "value", "device", "host", "share", "left"]
+    assert first.split() == [
+        *("trial", "1", "spilled", "10/40", "250", "0.5", "5.0", "MiB", "8.0", "MiB", "40%", "8", "s"),
+    ]
+    assert second == "trial 2   waits for memory of cuda:0"
+
+
+def test_ended_trials_fill_the_rows_that_are_left_and_the_rest_is_a_count():
+    many = PoolSnapshot(1.0, (DEVICE,), TRIALS, search=SearchSnapshot("s", ended=ENDED))
+    rows = [line for line in drawn(many) if line.startswith("trial ")][1:]
+    assert len(rows) == MOST_ROWS and rows[-1].startswith("trial 39 ")
+    crowd = PoolSnapshot(1.0, (DEVICE,), tuple(TrialSnapshot(f"trial {n}", "resident") for n in range(25)))
+    assert drawn(crowd)[-1] == " and 5 more"
+
+
+def test_a_narrow_terminal_gets_no_more_lines():
+    assert len(drawn(SNAPSHOT, columns=60)) == len(drawn(SNAPSHOT))
+
+
+def test_a_line_says_the_same_for_logs():
+    assert plain_line(SNAPSHOT) == (
+        "digits   32 of 64 done, 2 running, 2 pruned   best 0.25 (trial 7)   64 s left; cuda:0 busy 60%, 5.0 MiB of "
+        "20.0 MiB; trial 1 spilled 10/40, trial 2 waits for memory of cuda:0"
+    )
+
+
+def test_a_snapshot_goes_through_json():
+    assert PoolSnapshot.from_dict(json.loads(json.dumps(SNAPSHOT.to_dict()))) == SNAPSHOT
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(75, "75 s"), (600, "10 min"), (9000, "2 h 30 min"), (119.6, "120 s")])
+def test_seconds_are_rounded_for_people(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+# ---- where ----
+
+
+def test_in_a_terminal_prints_and_logs_come_above_the_table_and_streams_are_given_back(open_terminal):
+    terminal = open_terminal()
+    handler = logging.StreamHandler()  # made before, as Optuna's
+    logger = logging.getLogger("somebody")
+    logger.addHandler(handler)
+    try:
+        with LiveView(lambda: SNAPSHOT):
+            print("an objective prints")
+            sys.stderr.write("a warning\n")
+            logger.error("a log")
+            assert isinstance(sys.stdout, AboveView) and isinstance(handler.stream, AboveView)
+    finally:
+        logger.removeHandler(handler)
+    assert sys.stdout is sys.stderr is handler.stream is terminal
+    lines = [line for line in plain(terminal.getvalue()) if line]
+    said = [lines.index(text) for text in ("an objective prints", "a warning", "a log")]
+    assert said == sorted(said) and lines[-1].startswith("trial 2"), "the table stays at the end"
+    assert any(line.startswith("digits   32 of 64") for line in lines)
+
+
+def test_stdout_that_goes_to_a_file_is_not_touched(open_terminal, monkeypatch):
+    terminal = open_terminal()
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", file)
+    with LiveView(lambda: SNAPSHOT):
+        print("a result")
+    assert file.getvalue() == "a result\n" and "a result" not in terminal.getvalue()
+
+
+def test_without_a_terminal_progress_is_a_line_of_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(live_view, "LINE_S", 0.01)
+    monkeypatch.setattr(live_view.LogScreen, "pause_s", 0.01)
+    caplog.set_level("INFO", "hydra_tune")
+    seen = threading.Event()
+
+    def read():
+        if caplog.messages:
+            seen.set()
+        return SNAPSHOT
+
+    with LiveView(read):
+        assert seen.wait(60)
+    assert set(caplog.messages) == {plain_line(SNAPSHOT)}
+
+
+def test_a_notebook_has_one_output_that_is_drawn_anew(monkeypatch):
+    updates = []
+    handle = SimpleNamespace(update=updates.append)
+    shell = type("ZMQInteractiveShell", (), {})()
+    display = SimpleNamespace(HTML=str, display=lambda html, display_id: handle)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell, display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    with LiveView(lambda: SNAPSHOT):
+        pass
+    assert "32 of 64 done" in updates[-1] and updates[-1].startswith("<pre")
+    assert live_view._one_view.acquire(blocking=False)
+    live_view._one_view.release()
+
+
+def test_false_shows_nothing(open_terminal):
+    terminal = open_terminal()
+    with LiveView(lambda: SNAPSHOT, wanted=False):
+        assert sys.stdout is terminal
+    assert terminal.getvalue() == ""
+
+
+def test_of_two_searches_the_first_has_the_terminal(open_terminal):
+    terminal = open_terminal()
+    with LiveView(lambda: SNAPSHOT), LiveView(lambda: SNAPSHOT) as second:
+        assert isinstance(second._screen, live_view.LogScreen)
+    with LiveView(lambda: SNAPSHOT) as third:
+        assert isinstance(third._screen, live_view.TerminalScreen)
+
+
+# ---- what goes wrong ----
+
+
+def test_a_terminal_that_is_gone_ends_the_view_with_one_warning(open_terminal, monkeypatch, caplog):
+    terminal = open_terminal()
+    def write(_):
+        raise OSError("Input/output error")
+
+    with LiveView(lambda: SNAPSHOT):
+        monkeypatch.setattr(terminal, "write", write)
+    assert sys.stdout is terminal
+    assert caplog.messages == [
+        "the live view has ended, for it could not be drawn (Input/output error); the search goes on"
+    ]
+    assert live_view._one_view.acquire(blocking=False)
+    live_view._one_view.release()
+
+
+def test_an_error_in_the_search_passes_through(open_terminal):
+    terminal = open_terminal()
+    with pytest.raises(KeyboardInterrupt), LiveView(lambda: SNAPSHOT):
+        raise KeyboardInterrupt
+    assert sys.stdout is terminal
+
+
+def test_a_forked_child_prints_by_itself(open_terminal):
+    """In a loader's worker the view's locks may be held for ever."""
+    terminal = open_terminal()
+    with LiveView(lambda: SNAPSHOT):
+        assert sys.stdout is not terminal
+        live_view._in_child()
+        assert sys.stdout is sys.stderr is terminal
+
+
+# ---- lines above ----
+
+
+def above():
+    file = io.StringIO()
+    return AboveView(Console(file=file, width=200), FakeTerminal()), file
+
+
+def test_a_progress_bar_is_printed_once_it_is_done():
+    stream, file = above()
+    for percent in (0, 50, 100):
+        stream.write(f"\r{percent}%|####|")
+    assert file.getvalue() == ""
+    stream.write("\n")
+    assert file.getvalue() == "100%|####|\n"
+
+
+def test_moves_of_bars_below_each_other_print_no_empty_lines():
+    """tqdm goes down to its line by line feeds, and up again by an escape, at each update of a second bar."""
+    stream, file = above()
+    for percent in (0, 50):
+        stream.write("\n")
+        stream.write(f"\r{percent}%|####|")
+        stream.write("\x1b[A")
+    assert file.getvalue() == ""
+
+
+def test_lines_of_several_threads_are_not_mixed():
+    stream, file = above()
+    stream.write("one")
+    other = threading.Thread(target=lambda: stream.write("other\n"))
+    other.start()
+    other.join()
+    stream.write(" line\n")
+    assert file.getvalue() == "other\none line\n"
+
+
+def test_markup_and_colours_of_users_are_theirs():
+    stream, file = above()
+    stream.write("[bold]x[/bold] \x1b[31mred\x1b[0m\n")
+    assert file.getvalue() == "[bold]x[/bold] red\n"

@@ -140,7 +140,7 @@ class SearchProgress:
     def _of_lacking(self, argument: str, lacking: _Lacking) -> str:
         of = "host memory" if argument == "host_memory" else "device memory"
         need = lacking.need_bytes
-        enough = "" if need is None else f'; {argument}="{format_bytes(need, up=True)}" would hold each of them'
+        enough = "" if need is None else f'; {argument}="{format_bytes(need, up=True)}" would hold each'
         return f"{lacking.number} did not fit {of}{enough}. Raise {argument}=, lower the batch size, or split modules."
 
     def _shares(self) -> tuple[float, dict[str, float]]:

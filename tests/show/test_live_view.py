@@ -22,7 +22,7 @@ TRIALS = (
     TrialSnapshot("trial 2", "waits for memory of cuda:0"),
 )
 ENDED = tuple(TrialSnapshot(f"trial {n}", "complete", value=n / 4) for n in range(3, 40))
-SEARCH = SearchSnapshot("digits", complete=30, pruned=2, running=2, n_trials=64, best=0.25, best_trial=7, elapsed_s=64.0)
+SEARCH = SearchSnapshot("digits", 30, 2, running=2, n_trials=64, best=0.25, best_trial=7, elapsed_s=64.0)
 SNAPSHOT = PoolSnapshot(10.0, (DEVICE,), TRIALS, 9 * MIB, 90 * MIB, SEARCH)
 
 
@@ -170,7 +170,7 @@ def test_false_shows_nothing(open_terminal):
 
 
 def test_of_two_searches_the_first_has_the_terminal(open_terminal):
-    terminal = open_terminal()
+    open_terminal()
     with LiveView(lambda: SNAPSHOT), LiveView(lambda: SNAPSHOT) as second:
         assert isinstance(second._screen, live_view.LogScreen)
     with LiveView(lambda: SNAPSHOT) as third:
@@ -182,6 +182,7 @@ def test_of_two_searches_the_first_has_the_terminal(open_terminal):
 
 def test_a_terminal_that_is_gone_ends_the_view_with_one_warning(open_terminal, monkeypatch, caplog):
     terminal = open_terminal()
+
     def write(_):
         raise OSError("Input/output error")
 

@@ -103,6 +103,7 @@ class KnownArchitecture:
     plan: TrialPlan | None = None  # the latest one
     measures: list[StepMeasure] = field(default_factory=list)
     refusals: dict[StepKind, BudgetError] = field(default_factory=dict)  # from pilots that had the whole device
+    logged: set[bool] = field(default_factory=set)  # whether a resident, or a spilled plan, was logged
     too_large: bool = False  # a resident trial has run out of memory: do not make another one resident
 
     def add(self, measure: StepMeasure) -> None:

@@ -23,11 +23,13 @@ pool decides for all trials when bytes may move.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.blocks.tree import tensors_in
+from hydra_tune.config import format_bytes
 from hydra_tune.devices.tensor_bytes import storage_bytes, weights_of
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import partition
@@ -43,6 +45,8 @@ from hydra_tune.schedule.plan import TOO_LARGE, Cut, TrialPlan
 
 if TYPE_CHECKING:
     from hydra_tune.trials.trial import Trial
+
+logger = logging.getLogger("hydra_tune")
 
 
 class Planner:
@@ -231,6 +235,16 @@ class Planner:
         else:
             trial.residency.hold(trial.model, self.cut.blocks, trial.optimizers)
             trial.residency.spill(self.cut.blocks, self.trained)
+        self._log_once(plan)
+
+    def _log_once(self, plan: TrialPlan) -> None:
+        """Once an architecture, for each of its residencies."""
+        logged, trial = self.known.architecture.logged, self._trial
+        if plan.resident not in logged and logger.isEnabledFor(logging.INFO):
+            logged.add(plan.resident)
+            how = "resident" if plan.resident else f"spilled, in {len(plan.shards)} shards"
+            sizes = map(format_bytes, (plan.need_bytes, trial.pool.budget_bytes))
+            logger.info("%s: %s is %s; a step takes %s of %s", trial.name, type(trial.model).__name__, how, *sizes)
 
     def share_slots(self) -> None:
         """Tell the machine which shards have weights that other trials have, too, if that has changed."""

@@ -18,6 +18,7 @@ def at_once(monkeypatch):
     """Live figures are written as often as can be."""
     monkeypatch.setattr(live_attributes, "FIRST_S", 0.001)
     monkeypatch.setattr(live_attributes, "LEAST_PAUSE_S", 0.001)
+    monkeypatch.setattr(live_attributes, "MOST_OF_A_CORE", 1.0)
     monkeypatch.setattr(live_attributes, "MOST_OF_TIME", 1.0)
 
 
@@ -138,7 +139,26 @@ def test_the_best_follows_the_direction(caplog):
 def test_each_ending_is_said_once_by_optuna(caplog):
     caplog.set_level(logging.INFO, "hydra_tune")
     search(lambda trial: float("nan") if trial.number else train(trial), 2)
-    assert not [m for m in caplog.messages if m.startswith("trial ")]
+    (plan,) = [m for m in caplog.messages if m.startswith("trial ")]
+    assert plan.startswith("trial 0: Net is spilled, in ")
+
+
+def test_a_plan_is_said_once(caplog):
+    """Each change between training and evaluation said it again, where their batches differ."""
+    caplog.set_level(logging.INFO, "hydra_tune")
+
+    def objective(trial):
+        model = Net()
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for _ in range(3):
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.randn(8, WIDTH))
+        return 0.0
+
+    search(objective, 2)
+    assert len([m for m in caplog.messages if " is spilled, in " in m]) == 1
 
 
 def test_our_lines_are_as_quiet_as_optunas(capsys, monkeypatch):

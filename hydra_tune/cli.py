@@ -1,4 +1,4 @@
-"""The command line: `hydra-tune demo`, `hydra-tune simulate` and `hydra-tune calibrate`."""
+"""The command line, `hydra-tune COMMAND`. What is wrong with its words is said in one line, with exit status 2."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import hydra_tune  # none of these imports torch
 from hydra_tune.config import check_folder
-from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError
+from hydra_tune.show.control_socket import COMMANDS
+from hydra_tune.show.live_table import live_table
 from hydra_tune.show.timeline import checked_path, save
+from hydra_tune.show.top import command, look, process_to_show, show
 from hydra_tune.simulation.baselines import baselines_s
 from hydra_tune.simulation.cost import CostModel
 from hydra_tune.simulation.simulate import simulate
@@ -19,7 +23,10 @@ from hydra_tune.simulation.sweeps import named_or_from_file
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status. It is 1 if the demo's proof fails or the command raises an error."""
+    """Run a command; returns the exit status.
+
+    It is 2 if the command means nothing, and 1 if it has failed: the demo's proof, or an error.
+    """
     options = _parser().parse_args(arguments)
     # OpenMP's threads must not spin: trials have more threads than there are cores. It is read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -27,11 +34,18 @@ def main(arguments: list[str] | None = None) -> int:
         return int(options.command(options) or 0)
     except (HydraTuneError, OSError) as error:
         print(f"hydra-tune: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, (ConfigError, BudgetError)) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"hydra-tune: {message}. See {self.prog} --help.\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hydra-tune", description=hydra_tune.__doc__.splitlines()[0])
+    parser = _Parser(prog="hydra-tune", description=hydra_tune.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=hydra_tune.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -59,7 +73,41 @@ def _parser() -> argparse.ArgumentParser:
     option = calibrate.add_argument
     option("--devices", default="auto", help="that work at once in a sweep, such as cuda:0 or cpu,cpu (every GPU)")
     option("--out", type=Path, default=Path("cost.json"), metavar="COST", help="(%(default)s)")
+
+    top = commands.add_parser("top", help="show the pools of a running process, and pause or stop their trials")
+    top.set_defaults(command=_top)
+    top.add_argument("pid", type=int, nargs="?", help="of the process (the only one that has a pool)")
+    top.add_argument("--once", action="store_true", help="print one table, and leave")
+    top.add_argument("--json", action="store_true", help="one snapshot, for programs")
+    helps = {
+        "pause": "hold a trial between two steps",
+        "resume": "let a paused trial go on",
+        "stop": "end a trial, which is told as pruned",
+        "clone": "begin a trial with the parameters and weights of another one; needs checkpoint_dir",
+    }
+    for name in COMMANDS:
+        command = commands.add_parser(name, help=helps[name])
+        command.set_defaults(command=_command, name=name)
+        command.add_argument("trial", help="its number, or its name")
+        command.add_argument("--pid", type=int, help="of the process (the only one that has a pool)")
     return parser
+
+
+def _top(options: argparse.Namespace) -> None:
+    pid = process_to_show(options.pid)
+    if options.json:
+        print(json.dumps([pool.to_dict() for pool in look(pid)], indent=1))
+    elif options.once or not sys.stdout.isatty():
+        from rich import print as print_table
+
+        for pool in look(pid):
+            print_table(live_table(pool))
+    else:
+        show(pid)
+
+
+def _command(options: argparse.Namespace) -> None:
+    print(command(process_to_show(options.pid), options.name, options.trial))
 
 
 def _demo(options: argparse.Namespace) -> bool:

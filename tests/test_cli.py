@@ -84,9 +84,18 @@ def test_a_timeline_is_saved_and_a_sweep_has_a_name(tmp_path, capsys):
         (["."], "cannot be read: Is a directory"),
     ],
 )
-def test_what_means_nothing_is_one_line_and_status_1(arguments, message, capsys):
-    assert main(["simulate", *arguments]) == 1
+def test_what_means_nothing_is_one_line_and_status_2(arguments, message, capsys):
+    assert main(["simulate", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("hydra-tune: ") and printed.err.count("\n") == 1
     assert message in printed.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["simulate"], ["simulate", "hydra-bert", "--devices", "two"]])
+def test_an_unknown_word_is_one_line_and_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert left.value.code == 2 and printed.out == ""
+    assert printed.err.startswith("hydra-tune: ") and printed.err.count("\n") == 1 and "--help" in printed.err

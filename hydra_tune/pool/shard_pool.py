@@ -119,6 +119,21 @@ class ShardPool:
             self.events.settle()
             return self._snapshots.take(self.host_memory_bytes)
 
+    def command(self, command: str, trial: str) -> str:
+        """Pause or resume the live trial of this name, for `hydra-tune top`. Returns what was done.
+
+        Raises:
+            ConfigError: there is no such trial, or another command, which needs the trial's search.
+        """
+        live = {each.name: each for each in self.events.table.live.values()}
+        if trial not in live:
+            raise ConfigError(f"a trial is commanded while it lives, but {trial!r} is not among {list(live)}.")
+        if command not in ("pause", "resume"):
+            raise ConfigError(f"a trial of a plain script or of Ray Tune is paused or resumed; got {command!r}.")
+        goes_on = live[trial].stop.goes_on
+        (goes_on.set if command == "resume" else goes_on.clear)()
+        return f"{trial}: {command}d"
+
     def figures(self, trial: Trial) -> dict[str, Any]:
         """A few figures on what one trial has done so far, under flat keys such as ``hydra/state``."""
         with self.events.lock:

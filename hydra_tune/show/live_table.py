@@ -30,8 +30,9 @@ _STYLES = {
 }
 
 
-def live_table(snapshot: PoolSnapshot) -> RenderableType:
-    """The search, if there is one, a line for each device, and a row for each of the first `MOST_ROWS` trials."""
+def live_table(snapshot: PoolSnapshot, chosen: str = "") -> RenderableType:
+    """The search, if there is one, a line for each device, and a row for each of the first `MOST_ROWS` trials; that of
+    the `chosen` name stands out."""
     from rich.console import Group
     from rich.text import Text
 
@@ -41,7 +42,7 @@ def live_table(snapshot: PoolSnapshot) -> RenderableType:
     parts += [_device_line(device, snapshot.elapsed_s) for device in snapshot.devices]
     rows = _rows(snapshot)
     if rows:
-        parts.append(_table(rows[:MOST_ROWS]))
+        parts.append(_table(rows[:MOST_ROWS], chosen))
     if (more := len(rows) - MOST_ROWS) > 0:
         parts.append(Text(f" and {more} more", "dim"))
     return Group(*parts)
@@ -101,7 +102,7 @@ def _device_line(device: DeviceSnapshot, elapsed_s: float) -> Text:
     return line.append(f"   {', '.join(does)}" if does else "   idle", "" if does else "dim")
 
 
-def _table(trials: list[TrialSnapshot]) -> RenderableType:
+def _table(trials: list[TrialSnapshot], chosen: str) -> RenderableType:
     from rich import box
     from rich.table import Table
 
@@ -121,7 +122,7 @@ def _table(trials: list[TrialSnapshot]) -> RenderableType:
             format_bytes(t.host_bytes) if t.host_bytes else "",
             f"{t.device_share:.0%}" if t.device_share else "",
             "" if t.left_s is None or t.has_ended else format_seconds(t.left_s),
-            style=_STYLES.get(t.state, "yellow"),
+            style=_STYLES.get(t.state, "yellow") + (" reverse" if t.name == chosen else ""),
         )
     return table
 

@@ -25,6 +25,7 @@ from hydra_tune.pool.shard_pool import ShardPool, default_pool
 from hydra_tune.process.fork import gate, new_in_child
 from hydra_tune.process.interrupts import interrupts
 from hydra_tune.sharing.shared_parameter import make_plain
+from hydra_tune.show.control_socket import control_server
 from hydra_tune.trials.context import current_context
 from hydra_tune.trials.prepared_loader import PreparedLoader, plain_loader, refuse_what_is_no_loader
 from hydra_tune.trials.trial import Trial
@@ -123,6 +124,8 @@ def prepare(
     trial.resumption = resumption
     if joined is None:
         context.register(trial)
+        if not trial.of_runner:  # a search shows itself
+            control_server.show(chosen)
     interrupts.install()
     wrapped = [
         PreparedLoader(loader, weakref.ref(trial), its_progress)

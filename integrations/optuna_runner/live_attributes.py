@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.integrations.optuna_runner.outcome import figures_of
 from hydra_tune.integrations.optuna_runner.search_progress import SearchProgress
+from hydra_tune.show.control_socket import control_server
 from hydra_tune.show.live_view import LiveView
+from hydra_tune.show.snapshot import PoolSnapshot
 
 if TYPE_CHECKING:
     import optuna
@@ -26,14 +29,27 @@ FIRST_S, LEAST_PAUSE_S = 1.0, 2.0
 MOST_OF_A_CORE, MOST_OF_TIME = 0.01, 0.05
 
 
+@dataclass(eq=False)
+class _ShownSearch:
+    """What `hydra-tune top` shows and commands."""
+
+    snapshot: Callable[[], PoolSnapshot]
+    command: Callable[[str, str], str]
+
+
 @contextmanager
-def shown(progress: SearchProgress, study: optuna.Study, wanted: bool | None) -> Iterator[None]:
-    """While it lasts, the search is shown in a view and in the study's attributes. At its end a summary is logged."""
-    attributes = LiveAttributes(progress, study)
+def shown(
+    progress: SearchProgress, study: optuna.Study, wanted: bool | None, command: Callable[[str, str], str]
+) -> Iterator[None]:
+    """While it lasts, the search is shown in a view, in the study's attributes and by `hydra-tune top`. At its end a
+    summary is logged."""
+    attributes, search = LiveAttributes(progress, study), _ShownSearch(progress.snapshot, command)
+    control_server.show(search)
     try:
         with attributes, LiveView(progress.snapshot, wanted):
             yield
     finally:
+        control_server.hide(search)
         attributes.write_last()
         log = logger.warning if progress.search().did_not_fit else logger.info
         log("%s", progress.summary())

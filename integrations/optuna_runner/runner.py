@@ -20,6 +20,7 @@ from hydra_tune.integrations.optuna_runner.concurrency import Places, SearchEnde
 from hydra_tune.integrations.optuna_runner.live_attributes import shown
 from hydra_tune.integrations.optuna_runner.search import BY_HAND, Search
 from hydra_tune.pool.shard_pool import ShardPool, default_pool
+from hydra_tune.show.control_socket import COMMANDS
 from hydra_tune.trials.context import Context
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from hydra_tune.integrations.optuna_runner.search_checkpoints import SearchCheckpoints
 
 logger = logging.getLogger("hydra_tune")
+_DONE = {
+    "pause": "pauses between two steps",
+    "resume": "goes on",
+    "stop": "stops at its next task",
+    "clone": "is cloned between two steps",
+}
 
 
 class HydraTrialRunner:
@@ -136,7 +143,7 @@ class HydraTrialRunner:
         self._searches.append(search)
         try:
             here = threading.current_thread() is threading.main_thread()
-            with self.pool.shared_weights.bases_kept(), shown(search.progress, study, show_progress_bar):
+            with self.pool.shared_weights.bases_kept(), shown(search.progress, study, show_progress_bar, self.command):
                 if self.concurrency == 1 and here:  # where Ctrl-C interrupts the objective itself
                     optimize()
                 else:
@@ -226,6 +233,19 @@ class HydraTrialRunner:
         if self.checkpoint_dir is None:
             raise ConfigError("a clone's weights travel through checkpoint_dir; give HydraTrialRunner one.")
         self._search(trial).clone(_number_of(trial), changed)
+
+    def command(self, command: str, trial: str) -> str:
+        """For `hydra-tune top`: "pause", "resume", "stop" or "clone" the live trial of this name, such as "trial 3".
+        Returns what was done.
+
+        Raises:
+            ConfigError: there is no such trial, or a clone was asked for without `checkpoint_dir`.
+        """
+        word, _, number = trial.partition(" ")
+        if command not in COMMANDS or word != "trial" or not number.isdigit():
+            raise ConfigError(f"a trial is named as in 'trial 3', and one of {COMMANDS}; got {command!r}, {trial!r}.")
+        getattr(self, command)(int(number))
+        return f"{trial}: {_DONE[command]}"
 
     def _context(self, trial: optuna.Trial | optuna.trial.FrozenTrial | int) -> Context:
         number = _number_of(trial)

@@ -35,11 +35,13 @@ class PoolActor:
         from hydra_tune.integrations.ray_node.kept_state import KeptStates
         from hydra_tune.integrations.ray_node.trial_thread import TrialThread
         from hydra_tune.pool.shard_pool import ShardPool
+        from hydra_tune.show.control_socket import control_server
 
         torch.set_num_threads(num_threads)
         sys.setswitchinterval(GIL_S)
         tune_session.install()
         self._pool = ShardPool(**spec.arguments)
+        control_server.show(self._pool)
         self._job = None if spec.shared else job
         self._places = places
         self._attempts: dict[ProxyConnection, TrialThread] = {}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hydra_tune.calibration import calibrate
     from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, PoolClosedError, PrepareError, TrialStopped
+    from hydra_tune.integrations.frameworks.figure_logger import log_figures
     from hydra_tune.integrations.hugging_face.trainer_callback import HydraTrainerCallback
     from hydra_tune.integrations.hugging_face.trainer_search import hyperparameter_search
     from hydra_tune.integrations.lightning_trainer.lightning_callback import HydraLightningCallback
@@ -43,6 +44,7 @@ __all__ = [
     "TrialStopped",
     "calibrate",
     "hyperparameter_search",
+    "log_figures",
     "memory_constraint",
     "optimize",
     "prepare",
@@ -62,6 +64,7 @@ _HOME = {
     "ShardPool": "hydra_tune.pool.shard_pool",
     "calibrate": "hydra_tune.calibration",
     "hyperparameter_search": "hydra_tune.integrations.hugging_face.trainer_search",
+    "log_figures": "hydra_tune.integrations.frameworks.figure_logger",
     "memory_constraint": "hydra_tune.integrations.optuna_runner.outcome",
     "optimize": "hydra_tune.integrations.optuna_runner.runner",
     "prepare": "hydra_tune.trials.preparation",

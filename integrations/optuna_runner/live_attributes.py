@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hydra_tune.integrations.optuna_runner.outcome import figures_of
+from hydra_tune.integrations.frameworks.trial_attributes import figures_of
 from hydra_tune.integrations.optuna_runner.search_progress import SearchProgress
 from hydra_tune.show.control_socket import control_server
 from hydra_tune.show.live_view import LiveView

@@ -9,16 +9,14 @@ samplers learn nothing of pruned trials.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.integrations.frameworks.trial_attributes import INFEASIBLE, LACK, PRUNED
+from hydra_tune.integrations.frameworks.trial_attributes import INFEASIBLE, LACK, PRUNED, figures_of
 from hydra_tune.trials.context import Context, current_context
-from hydra_tune.trials.trial import Trial
 
 if TYPE_CHECKING:
     import optuna
@@ -54,12 +52,6 @@ class Outcome:
         """For an objective that has called `memory_constraint`."""
         if self.context.notes_memory and not self.told:
             self.trial.set_constraint(LACK, self.lack)
-
-
-def figures_of(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Of the model that has made the most steps, the last of such: others were prepared to evaluate it."""
-    longest = max(reversed(trials), key=lambda each: each.summary["steps"])
-    return longest.pool.figures(longest)
 
 
 def value_to_tell(outcome: Outcome, study: optuna.Study) -> Any:

@@ -21,6 +21,7 @@ from hydra_tune.devices.cuda_device import is_lost
 from hydra_tune.errors import TrialStopped, clear_frames
 from hydra_tune.integrations.frameworks import guards
 from hydra_tune.integrations.frameworks.current_trial import running
+from hydra_tune.integrations.frameworks.trial_attributes import figures_of
 from hydra_tune.integrations.ray_node.kept_state import KeptState, KeptStates
 from hydra_tune.integrations.ray_node.messages import (
     Ended,
@@ -133,8 +134,12 @@ class TrialThread:
             TrialStopped: it has ended the trial.
         """
         self._check()
-        self.proxy.say(ResultReported(metrics, checkpoint))
+        self.proxy.say(ResultReported({**self.figures(), **metrics}, checkpoint))
         return self.await_answer().checkpoint
+
+    def figures(self) -> dict[str, Any]:
+        """Of its training so far, for a result."""
+        return figures_of(self._context.trials) if self._context is not None and self._context.trials else {}
 
     def _check(self) -> None:
         if self._context is not None:

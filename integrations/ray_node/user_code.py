@@ -47,6 +47,8 @@ def _serve(attempt: TrialThread, kind: Any, session: TrialSession) -> None:
                 session.enter(call.options["storage"])
             options = {**call.options, **quiet} if call.method == "reset" else call.options
             value = plain(getattr(trainable, call.method)(*call.arguments, **options))
+            if call.method == "train":
+                value = {**attempt.figures(), **value}
     finally:
         trainable.stop()
 

@@ -69,6 +69,10 @@ BEFORE = {
 pool = hydra_tune.ShardPool(['cpu'], '256KiB')
 hydra_tune.optimize(study, objective, n_trials=1, pool=pool)
 """,
+    "docs/view.md": TORCH + OPTUNA + """
+pool = hydra_tune.ShardPool(['cpu'], '256KiB')
+runner, writer = hydra_tune.HydraTrialRunner(pool), lambda figures, second: None
+""",
     "docs/ray.md": TORCH + "from hydra_tune import tune",
     "docs/huggingface.md": TORCH + OPTUNA + TRAINERS + """
 from accelerate import Accelerator

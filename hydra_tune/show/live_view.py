@@ -4,8 +4,8 @@
     notebook    one output, which is drawn anew                                      rich's HTML
     elsewhere   a line every 30 s                                                    logging
 
-A view never stops a search. If it cannot draw, it ends with one warning. Its own thread draws, and takes at most a
-hundredth of one core: a frame that takes long is followed by a longer pause.
+A view never stops a search. If it cannot draw, it ends with one warning. Its own thread draws, and takes at most
+half a hundredth of one core: a frame that takes long is followed by a longer pause.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hydra_tune")
 FRAME_S, LINE_S = 0.25, 30.0
-MOST_OF_A_CORE = 0.01
+MOST_OF_A_CORE = 0.005
 NOTEBOOK_COLUMNS = 116
 _MOVE = re.compile(r"\x1b\[\d*[A-H]")  # of the cursor, as tqdm makes after a bar that will change
 _one_view = threading.Lock()  # held by the view that has the terminal or the notebook

@@ -115,8 +115,8 @@ class Block:
                 self.take_back(weights)
                 raise PrepareError(
                     f"a prepared model keeps its Parameter objects, but one of {self.name} was replaced since, "
-                    "perhaps by torch.func.functional_call. Call hydra_tune.release(model), replace it, and "
-                    "prepare the model again."
+                    "perhaps by torch.func.functional_call, or in each forward, as by peft's target_parameters, which "
+                    "cannot run here. Call hydra_tune.release(model), replace it, and prepare the model again."
                 )
             parameters[name] = weights[i]
         if self._recurrent:

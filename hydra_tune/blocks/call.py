@@ -179,9 +179,8 @@ class Call:
                 )
             if are_trained(weights) != self._trained:
                 raise _changed_in_forward(block, "changes requires_grad of")
-            if (copy.num_bytes or copy.riders) and any(
-                map(copy.has, tensors_in(outputs))
-            ):  # the slot will hold another shard
+            has_slot = copy.num_bytes or copy.riders
+            if has_slot and any(map(copy.has, tensors_in(outputs))):  # the slot will hold another shard
                 outputs = map_tensors(lambda t: t.clone() if copy.has(t) else t, outputs)
             return outputs
         finally:
@@ -219,6 +218,8 @@ class Call:
             self._cast_memory = [weights[i].untyped_storage() for i in self.casts]
         self._trained = are_trained(weights)
         for i, (weight, p) in enumerate(zip(weights, parameters, strict=True)):
+            if type(p) is nn.Parameter and type(weight) is torch.Tensor:
+                weight.__class__ = nn.Parameter  # a forward may ask for it, as peft's DoRA
             weight.__dict__ = own = p.__dict__  # an attribute that the forward sets on the weight is the parameter's
             if own:
                 self._attributes = {**self._attributes, i: dict(own)}

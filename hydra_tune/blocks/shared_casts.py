@@ -12,11 +12,13 @@ inputs to a weight's dtype.
 from __future__ import annotations
 
 import threading
+import types
 import weakref
 from collections.abc import Iterable
 from functools import cache, wraps
 
 import torch
+from torch import nn
 
 from hydra_tune.errors import PrepareError
 
@@ -38,7 +40,8 @@ dtype_of = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # the real 
 @cache
 def _seen_as(dtype: torch.dtype) -> type[torch.Tensor]:
     plain = torch._C._disabled_torch_function_impl
-    return type("Tensor", (torch.Tensor,), {"__torch_function__": plain, "dtype": property(lambda _: dtype)})
+    own = {"__torch_function__": plain, "dtype": property(lambda _: dtype)}
+    return types.new_class("Parameter", (nn.Parameter,), exec_body=lambda names: names.update(own))
 
 
 def seen_as(dtype: torch.dtype, cast: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""A module's Parameters over a base's memory, until `prepare`: what writes into one gets memory of its own first.
+"""A module's Parameters over a base's memory: what writes into one gives it memory of its own first.
 
 Scripts initialise heads anew, load weights, merge adapters, through `.data` and through views. None of that may reach
-the base. So until a model is prepared its shared Parameters are of a class that sees operators before they run. It
-costs some microseconds an operator. `prepare` makes them plain Parameters, and its end makes them shared ones again.
+the base. So shared Parameters are of a class that sees operators before they run. It costs some microseconds an
+operator. So while a prepared model computes, they are plain Parameters (`GuardedBase`); between its forwards and
+backwards they are shared ones.
 
     p                  SharedParameter    a write: p gets its own copy of the memory, then the operator runs
     p.data, p.view()   SharedView of p    a write: the same, and the view is moved into p's copy
@@ -99,6 +100,61 @@ def make_plain(parameters: Iterable[nn.Parameter]) -> None:
             p.__class__ = nn.Parameter  # type: ignore[assignment]
         if p.requires_grad and id(p) in _shared:
             _give_own_memory(p)
+
+
+class GuardedBase:
+    """The shared Parameters of one trial's models: plain from `open` to the `close` of the same forward or backward,
+    which may be within another one."""
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self._places: list[int] = []  # the address of each when it was last looked at
+        self._opened = 0
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Guard those that are in a base, and the ones before, from here on."""
+        known = set(map(id, self.parameters))
+        plain = [p for p in parameters if type(p) is nn.Parameter and id(p) in _shared and id(p) not in known]
+        new = [p for p in plain if not p.requires_grad and is_base(p)]
+        self.parameters += new
+        self._places += [p.data_ptr() for p in new]
+        if not self._opened:
+            _set_class(new, SharedParameter)
+
+    def forget_all_but(self, parameters: Iterable[nn.Parameter]) -> None:
+        kept = set(map(id, parameters))
+        self.parameters = [p for p in self.parameters if id(p) in kept]
+        self._places = [p.data_ptr() for p in self.parameters]
+
+    def open(self) -> bool:
+        """Returns whether one of them has other memory than at the last `close`: the script has given it other values,
+        or has unfrozen it."""
+        self._opened += 1
+        if self._opened > 1:
+            return False
+        _set_class(self.parameters, nn.Parameter)
+        return self._note_places()
+
+    def close(self) -> None:
+        self._opened -= 1
+        if self._opened:
+            return
+        self._note_places()
+        _set_class(self.parameters, SharedParameter)
+
+    def _note_places(self) -> bool:
+        """Guard no longer those that are in no base any more. Returns whether a place has changed."""
+        places = [p.data_ptr() for p in self.parameters]
+        if places == self._places:
+            return False
+        self.parameters = [p for p in self.parameters if not p.requires_grad and is_base(p)]
+        self._places = [p.data_ptr() for p in self.parameters]
+        return True
+
+
+def _set_class(parameters: Iterable[nn.Parameter], kind: type[nn.Parameter]) -> None:
+    for p in parameters:
+        p.__class__ = kind
 
 
 def make_shared(parameters: Iterable[nn.Parameter]) -> None:

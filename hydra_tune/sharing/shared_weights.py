@@ -95,7 +95,8 @@ class SharedWeights:
         self.moving = threading.Lock()  # held while a shared weight is copied to where all its trials will have it
         self.changes = 0
         self.base_numbers: set[int] = set()  # of weights that come from `hydra_tune.share`
-        self.kept_bases: set[object] = set()  # what `hydra_tune.share` has built, kept for trials to come
+        self.has_dropped = False  # whether one of the next was dropped for want of room, of which a warning was given
+        self.kept_bases: dict[object, None] = {}  # what `hydra_tune.share` has built, kept for trials to come
         self._searches = 0
         self._numbers = itertools.count()
         self._at_memory: dict[Hashable, FrozenWeight] = {}
@@ -143,6 +144,11 @@ class SharedWeights:
                 was_shared = weight.is_shared
                 weight.users.discard(trial)
                 self.changes += weight.is_shared != was_shared
+
+    def note_change(self) -> None:
+        """A trial has given other values to a weight: what it shares is to be looked at anew."""
+        with self._lock:
+            self.changes += 1
 
     def _weight_of(self, parameter: torch.Tensor) -> FrozenWeight:
         """Under the lock: the weight of a Parameter, which becomes known if it was not."""

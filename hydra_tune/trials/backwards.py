@@ -80,6 +80,7 @@ class Backwards:
         trial.acquire()
         backward.passes[trial] = {forward_pass}
         self.under_way.append(backward)
+        trial.base.open()
         self.kernel_choices = TorchSettings.now().choices
         if not self._steps.under_way:
             if self._planner.plan is None:
@@ -101,6 +102,7 @@ class Backwards:
         step if no backward may follow; but not within a forward or another backward, which goes on."""
         trial, steps, planner = self.trial, self._steps, self._planner
         self.under_way.remove(backward)
+        trial.base.close()
         trial.busy.release()
         forward = steps.forward
         within_forward, within_backward = forward is not None, bool(self.under_way)

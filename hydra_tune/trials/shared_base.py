@@ -16,6 +16,7 @@ What a trial does must not change the base. A weight that it writes or unfreezes
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import types
 import weakref
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.devices.tensor_bytes import is_quantized_buffer
+from hydra_tune.devices.tensor_bytes import is_quantized_buffer, tensor_bytes
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.process.fork import new_in_child
@@ -35,6 +36,8 @@ from hydra_tune.sharing.base_storages import note_base
 from hydra_tune.sharing.shared_parameter import shared_parameter
 from hydra_tune.trials.context import current_context
 
+logger = logging.getLogger("hydra_tune")
+
 
 class _Base:
     """A base, once it is built. `lock` is held while it is."""
@@ -42,6 +45,7 @@ class _Base:
     def __init__(self) -> None:
         self.lock = new_in_child(threading.RLock())
         self.model: nn.Module | None = None
+        self.num_bytes = 0
 
 
 _lock = new_in_child(threading.Lock())
@@ -58,22 +62,32 @@ def share(build: Callable[..., nn.Module], *args: Any, key: Hashable = None, **k
     layers, as on any model, and give it to `prepare`. What a trial trains becomes its own; the base never changes.
     Over one base trials share device memory and copies, too.
 
-    In an objective of a pool the base is kept until the search ends or the pool is closed. Elsewhere this is a cached
-    `build`: the base that was asked for last is kept.
+    In an objective of a pool the base is kept until the search ends or the pool is closed; of several bases, those that
+    were asked for last, in half of the pool's host memory. Elsewhere this is a cached `build`: the base that was asked
+    for last is kept.
 
     Args:
         build: makes the model. Random numbers that it draws do not count as the trial's.
         key: tells bases apart. By default `build` (a function's code, not the object) with its arguments.
 
     Raises:
-        ConfigError: the arguments cannot be told apart: they are not hashable, and there is no `key`.
+        ConfigError: `build` is no function, or the arguments cannot be told apart: they are not hashable, and there is
+            no `key`.
         PrepareError: `build` returned no module, or one that cannot be copied.
     """
+    if isinstance(build, nn.Module) or not callable(build):
+        raise ConfigError(
+            f"share takes a function that makes the base, and calls it once; got {type(build).__name__}. Write "
+            "share(make_model), where make_model() returns the model."
+        )
     pool = current_context().pool
     base = _base_of(_key(build, args, kwargs) if key is None else (share, key), pool)
     with base.lock:
         if base.model is None:
             base.model = _built(build, args, kwargs, pool)
+            base.num_bytes = sum(map(tensor_bytes, base.model.parameters()))
+            if pool is not None:
+                _drop_oldest(pool)
     return _copy_of(base)
 
 
@@ -86,8 +100,26 @@ def _base_of(key: Hashable, pool: ShardPool | None) -> _Base:
         if pool is None:
             _kept[:] = [base]
         else:
-            pool.shared_weights.kept_bases.add(base)
+            kept = pool.shared_weights.kept_bases
+            kept[base] = kept.pop(base, None)  # the last one from here on
         return base
+
+
+def _drop_oldest(pool: ShardPool) -> None:
+    """Keep no more bases for trials to come than half of host memory holds; trials that live keep theirs. So a script
+    that makes another base for each trial by mistake does not fill the host's memory."""
+    with _lock:
+        kept: dict[Any, None] = pool.shared_weights.kept_bases
+        while len(kept) > 1 and sum(base.num_bytes for base in kept) > pool.host_memory_bytes // 2:
+            del kept[next(iter(kept))]
+            if not pool.shared_weights.has_dropped:
+                pool.shared_weights.has_dropped = True
+                logger.warning(
+                    "share has built %d bases, more than half of host memory holds, and keeps only the last ones. If "
+                    "trials should have the same base, build refers to an object that each objective makes anew: give "
+                    'share a key="a name of this base".',
+                    len(kept) + 1,
+                )
 
 
 def _key(build: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:

@@ -51,7 +51,7 @@ from hydra_tune.process.interrupts import Stop, interrupts
 from hydra_tune.randomness import RandomState
 from hydra_tune.schedule.events import Invalidated
 from hydra_tune.schedule.plan import TrialPlan
-from hydra_tune.sharing.shared_parameter import make_shared
+from hydra_tune.sharing.shared_parameter import GuardedBase, make_shared
 from hydra_tune.trials.backwards import Backwards
 from hydra_tune.trials.block_calls import BlockCalls
 from hydra_tune.trials.forwards import Forwards
@@ -87,6 +87,7 @@ class Trial:
         self.events = pool.events
         self.lease = lease = pool.events.table.leases[number]
         self.summary = {"name": name, "device": home.name, "steps": 0, "state": "live", **summary_of(TrialPlan())}
+        self.summary["shared_weights"] = ()
         self.of_runner = False  # a runner's trial ends with its objective
         self.alone = False  # has a device for itself and is spilled there: it has run out of memory beside others
         self.resumption: Resumption | None = None  # the runner's, if it writes checkpoints
@@ -100,6 +101,7 @@ class Trial:
         self.meter = TrialMeter(home, number, always=checks_enabled())
         self.counting = Counting(self.meter)  # active in pilots; with HYDRA_TUNE_CHECKS=1, until the trial ends
         self.casts = SharedCasts()
+        self.base = GuardedBase()
         self.planner = planner = Planner(self)
         self.residency = residency = Residency(home, self.meter, pool)
         self.steps = steps = Steps(self)
@@ -159,6 +161,7 @@ class Trial:
         except BaseException:
             self._roots.remove(root)
             raise
+        self.base.watch(model.parameters())
         model.forward = RootForward(model, self)
         model._apply = RootApply(model, self)  # type: ignore[method-assign]
         self.hook_optimizers()
@@ -167,6 +170,7 @@ class Trial:
         """Start over with a new plan if one of the models was garbage collected."""
         if len(self.models) < len(self._roots):
             self._roots = [root for root in self._roots if root.model() is not None]
+            self.base.forget_all_but(self.model.parameters())
             self.planner.leave_plan()
             self.planner.start()
 

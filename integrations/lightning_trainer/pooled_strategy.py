@@ -25,6 +25,7 @@ from hydra_tune.integrations.lightning_trainer.several_optimizers import Several
 from hydra_tune.integrations.lightning_trainer.step_forward import StepForward
 from hydra_tune.planning.refusals import refuse_unsupported
 from hydra_tune.pool.shard_pool import ShardPool
+from hydra_tune.sharing.shared_parameter import make_plain
 from hydra_tune.trials.preparation import prepare, release
 
 CPU = torch.device("cpu")
@@ -79,6 +80,7 @@ class PooledStrategy(ABC):  # as Lightning's is: else its object could not becom
     def _prepare(self, trainer: Any) -> None:
         module, trains = self.lightning_module, trainer.state.fn == "fit"
         optimizers = [each for each in self.optimizers if type(each).__name__ != "_MockOptimizer"] if trains else []
+        make_plain(module.parameters())
         with _without_trainer(module):  # which has all the data
             refuse_unsupported(module)
         self._step = StepForward(module)

@@ -10,6 +10,7 @@ from torch import nn
 import hydra_tune
 from adapters import as_it_is, in_pool, side_by_side
 from comparison import assert_same
+from hydra_tune.sharing.shared_parameter import SharedParameter
 
 
 def build():
@@ -101,12 +102,16 @@ def test_it_is_saved_and_copied_as_a_plain_one():
     assert all(map(torch.equal, torch.load(saved, weights_only=False).parameters(), model.parameters()))
 
 
-def test_prepare_makes_plain_parameters_and_the_end_shared_ones():
+def test_parameters_are_plain_while_a_prepared_model_computes():
+    """Shared ones see each operator, which takes time; between forwards they guard the base."""
     with hydra_tune.ShardPool(["cpu"], 1 << 20, seed=0) as pool:
         model = hydra_tune.share(build)
         hydra_tune.prepare(model, pool=pool)
-        assert all(type(p) is nn.Parameter for p in model.parameters())
+        seen = []
+        model[0].register_forward_pre_hook(lambda *_: seen.append({type(p) for p in model.parameters()}))
         model(torch.randn(2, 16))
+        assert seen == [{nn.Parameter}]
+        assert all(type(p) is SharedParameter for p in model.parameters())
         hydra_tune.release(model)
         model[0][0].weight.data.zero_()
     assert hydra_tune.share(build)[0][0].weight.norm() > 0

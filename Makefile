@@ -39,7 +39,7 @@ check: $(READY)
 
 # Any warning fails it. The variable hides a notice that mkdocs-material prints about its own future.
 docs: $(DOCS_READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
 	@echo "open build/site/index.html"
 
 bench: $(READY)

@@ -155,7 +155,7 @@ class HydraTrialRunner:
     @contextmanager
     def trial(self, study: optuna.Study, **options: Any) -> Iterator[optuna.Trial]:
         """Optuna's ask-and-tell: a trial that the study is asked for, with the `options` of `Study.ask`, for a block
-        that runs as an objective of `optimize` does, in the calling thread:
+        that runs as an objective of `optimize` does, in the calling thread::
 
             with runner.trial(study) as trial:
                 study.tell(trial, train(trial))

@@ -1,20 +1,26 @@
 # make demo   set up .venv, install, run the main job          make check   ruff and mypy
 # make test   set up .venv, install, check, run the tests      make bench   the benchmarks, results in benchmarks/results
-# make proof  the slow proofs                                  make clean   remove .venv and what was built
+# make proof  the slow proofs                                  make docs    the site, in build/site; then without a network
+# make clean  remove .venv and what was built
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 # A test that hangs says where, and fails.
 HANGS := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
-.PHONY: demo test proof check bench clean
+.PHONY: demo test proof check docs bench clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
 demo: $(READY)
@@ -30,6 +36,11 @@ check: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+# Any warning fails it. The variable hides a notice that mkdocs-material prints about its own future.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean
+	@echo "open build/site/index.html"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.single_trial

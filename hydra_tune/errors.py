@@ -40,12 +40,14 @@ class ReturnsWeightsError(PrepareError):
 class BudgetError(HydraTuneError, ValueError, RuntimeError):
     """Something needs more bytes than the budget of the device or of the host, however it is cut or ordered.
 
-    `lack`        the share of the budget that is missing: needed / budget - 1. The need may be a guess; 1.0 without any
-    `need_bytes`  the budget that would be needed, None if unknown; `argument` of `ShardPool` is what gives it
-    `blocks`      names of the blocks, if each of them alone needs too much
-
     Like PyTorch's own error it is a `RuntimeError` whose text says "out of memory". So a script that halves the batch
     on such an error (accelerate's `find_executable_batch_size`) recognises it.
+
+    Attributes:
+        lack: the share of the budget that is missing: needed / budget - 1. The need may be a guess; 1.0 without any.
+        need_bytes: the budget that would be needed, None if unknown.
+        argument: of `ShardPool`, the one that gives this budget.
+        blocks: names of the blocks, if each of them alone needs too much.
     """
 
     lack = 1.0

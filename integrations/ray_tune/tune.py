@@ -1,9 +1,9 @@
 """`ray.tune`, whose `run`, `Tuner`, `Experiment`, `run_experiments` and `with_resources` understand a `HydraExecutor`;
 all else is its own.
 
-from hydra_tune import HydraExecutor, tune
+    from hydra_tune import HydraExecutor, tune
 
-tune.run(train, config=space, resources=HydraExecutor(memory="20GiB"))
+    tune.run(train, config=space, resources=HydraExecutor(memory="20GiB"))
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {
     "README.md#with-ray-tune": "starts Ray and its processes; test_ray_examples.py runs it, with `make proof`",
     "docs/ray.md#under-ray-tune": "the same",
@@ -63,6 +63,7 @@ model, args, data = gpt(layers=1), arguments("out"), DATA
 """
 BEFORE = {
     "README.md": TORCH + TRAINERS,
+    "docs/index.md": TORCH,
     "docs/optuna.md": TORCH + OPTUNA,
     "docs/checkpoints.md": TORCH + OPTUNA + "EPOCHS, pool = 2, hydra_tune.ShardPool(['cpu'], '256KiB')",
     "docs/simulate.md": TORCH + OPTUNA + """

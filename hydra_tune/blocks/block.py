@@ -73,7 +73,7 @@ class Block:
         codes = [(d, name, b) for d, name, b in codes if is_quantized_buffer(b) and id(b) not in held]
         every = dict.fromkeys([*with_parts(promoted), *(b for *_, b in codes)])
         self.slot_parameters: list[nn.Parameter] = list(every)  # type: ignore[arg-type]
-        numbers = {id(p): i for i, p in enumerate(self.slot_parameters)}
+        self.numbers = numbers = {id(p): i for i, p in enumerate(self.slot_parameters)}  # by id
         places: list[tuple[dict[str, Any], str, Any]]
         places = [(m._parameters, name, p) for m in self.modules for name, p in m._parameters.items() if p is not None]
         places += [(vars(w), name, part) for p in filter(is_wrapper, promoted) for w, name, part in sites_of_parts(p)]

@@ -225,6 +225,13 @@ class Call:
                 self._attributes = {**self._attributes, i: dict(own)}
         return weights
 
+    def number_at(self, place: int) -> int | None:
+        """The number of the weight in the slot, or of a rider, that has this address; None if it is none's. In a
+        visit."""
+        is_in_slot = self._start <= place < self._end
+        found = self._copy.parameter_at(place) if is_in_slot else self._copy.rider_at(place)
+        return None if found is None else self.block.numbers[id(found[0])]
+
     def _weight_view(self, tensor: torch.Tensor, place: int) -> WeightView | None:
         """How to find a saved tensor again that lies at the address `place`; None if it is no weight."""
         for start, end, parameter in self._cast_places:

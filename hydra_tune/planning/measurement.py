@@ -18,6 +18,7 @@ import torch
 
 from hydra_tune.blocks.ambient_settings import casts_to, remembers_casts
 from hydra_tune.blocks.block import has_hooks
+from hydra_tune.blocks.call import place_of
 from hydra_tune.blocks.device_copy import DeviceCopy
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.tree import tensors_in
@@ -51,6 +52,7 @@ class Measurement:
         self.changed = ""  # what `undo` could not put back
         self.casts: frozenset[tuple[int, torch.dtype]] = frozenset()
         self.casts_again = False  # whether it casts one weight for several uses
+        self._read: set[int] = set()  # numbers of weights that an operator other than a cast was given
         call.measurement, call.casts = self, {}  # without shared casts: the graph shows each use of a weight
         self._effects = SideEffects(call, given)
 
@@ -106,6 +108,13 @@ class Measurement:
         finally:
             self.is_running = False
 
+    def note_reads(self, tensors: Sequence[torch.Tensor]) -> None:
+        """In the run: an operator other than a cast was given these tensors. The graph does not show what is read
+        without a gradient, as the norm of ``weight.detach()``."""
+        if remembers_casts():
+            numbers = [self._call.number_at(place_of(tensor)) for tensor in tensors]
+            self._read.update(number for number in numbers if number is not None)
+
     def runs_backward_within(self) -> FoundError:
         return FoundError("runs a backward within its forward")
 
@@ -159,7 +168,9 @@ class Measurement:
         most = 0 if remembers_casts() else 1
         for i, to_each in uses.casts.items():
             others = [x for x in to_each if x is None or x is not dtype]
-            if not others:
+            if not others and i in self._read:
+                held.add(i)
+            elif not others:
                 casts.add(i)
             elif len(others) < len(to_each) or len(others) - others.count(None) > most:
                 held.add(i)

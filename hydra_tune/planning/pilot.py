@@ -73,6 +73,7 @@ class Pilot:
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # calls, by the storages of their inputs
         # a list of blocks, and by storage the weights of these blocks
         self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (None, {})
+        self._measurement: Measurement | None = None  # under way
         trial.meter.pilot = weakref.ref(self)
 
     @property
@@ -197,6 +198,8 @@ class Pilot:
             PrepareError: the weight is held now, but too late for this forward.
         """
         trial, cut = self._trial, self._trial.planner.cut
+        if operator is not _CAST and self._measurement is not None and self._measurement.is_running:
+            self._measurement.note_reads(tensors)
         if not trial.block_calls.are_expected or (trial.device.is_virtual and operator is not _CAST):
             return
         if self._spilled[0] is not cut.blocks:
@@ -244,7 +247,7 @@ class Pilot:
         leaves, structure = flatten_call(args, kwargs)
         stays = bool(block.keeps) or trial.block_calls.keeps(settings)
         call = RepeatedCall(block, trial, forward_pass, leaves, structure, settings)
-        measurement = Measurement(call, leaves)
+        self._measurement = measurement = Measurement(call, leaves)
         run = partial(measurement.run, args, kwargs, repeats=not stays)
         found: BlockProfile | FoundError
         outputs: Any = None
@@ -257,7 +260,7 @@ class Pilot:
             clear_frames(error)
             found = FoundError(f"{TOO_LARGE}: {error}")
         finally:
-            trial.visits.is_measuring, call.measurement = False, None
+            trial.visits.is_measuring, call.measurement, self._measurement = False, None, None
             trial.meter.outside_starts()
         if isinstance(found, FoundError):
             why = found.why

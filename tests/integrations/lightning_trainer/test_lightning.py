@@ -114,6 +114,39 @@ def searched(objective, n_trials, budget=SPILLED, concurrency=None, study=None, 
 # ---- a training by itself ----
 
 
+def over_a_base(build):
+    """A module whose layers come from `build`, frozen; its head is trained."""
+    torch.manual_seed(1)
+    module = TrainsSome()
+    module.layers = build()
+    module.layers.requires_grad_(False)
+    return module
+
+
+def base():
+    torch.manual_seed(2)
+    return Classifier().layers
+
+
+@pytest.mark.parametrize("budget", [SPILLED, RESIDENT], ids=["spilled", "resident"])
+def test_a_base_that_several_trials_share(budget):
+    """It was refused: its Parameters are of a class that guards the base."""
+
+    def train(callbacks, build):
+        torch.manual_seed(0)
+        module = over_a_base(build)
+        torch.manual_seed(0)
+        used = trainer(callbacks)
+        used.fit(module, *loaders())
+        return left_by(module, used)
+
+    found = []
+    callback = hydra_tune.HydraLightningCallback()
+    searched(lambda _: found.append(train([callback], lambda: hydra_tune.share(base))) or 0.0, 2, budget, 1)
+    wanted = train([], base)
+    assert equal(found[0], wanted) and equal(found[1], wanted)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)

@@ -41,9 +41,12 @@ class RootForward(StandIn):
         if trial.is_plain:  # the trial has ended, but a wrapper of the user's still calls this
             return self.original(*args, **kwargs)
         trial.acquire()
+        if trial.base.open():
+            trial.pool.shared_weights.note_change()
         try:
             outputs = trial.forwards.run(self, args, kwargs)
         finally:
+            trial.base.close()
             trial.busy.release()
         interrupts.check()
         return outputs

@@ -68,11 +68,9 @@ class Pilot:
         self._known: dict[Any, BlockProfile | FoundError] = {}
         self._start_bytes = trial.meter.trial_bytes
         self.trained = set[str]()  # names of blocks that were measured with gradients
-        # by the names of blocks: the most bytes of the trial in a visit without gradients, beyond those at the start
-        self._totals: dict[str, int] = {}
+        self._totals: dict[str, int] = {}  # by block: the most bytes in a visit without gradients, beyond the start's
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # calls, by the storages of their inputs
-        # a list of blocks, and by storage the weights of these blocks
-        self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (None, {})
+        self._spilled: tuple[Any, dict[int, tuple[Block, nn.Parameter]]] = (None, {})  # blocks; weights by storage
         self._measurement: Measurement | None = None  # under way
         trial.meter.pilot = weakref.ref(self)
 
@@ -167,8 +165,7 @@ class Pilot:
             yield
         profile = BlockProfile("", 0, used.num_bytes, boundary_bytes=used.left_bytes, forward_s=used.seconds, visits=1)
         self._note(block, profile)
-        total = self._totals.get(block.name, 0)
-        self._totals[block.name] = max(total, meter.window_peak - self._start_bytes)
+        self._totals[block.name] = max(self._totals.get(block.name, 0), meter.window_peak - self._start_bytes)
 
     def watch(self, call: RepeatedCall, inputs: Iterable[torch.Tensor]) -> None:
         """Watch for changes of these inputs in place before the call's backward: then the call needs clones of them."""
@@ -183,8 +180,7 @@ class Pilot:
                 if call is not None and not call.block.clones:
                     call.keep_clones()
                     call.block.clones = True
-                    name = call.block.name
-                    self.profiles[name] = replace(self.profiles[name], clones=True)
+                    self.profiles[call.block.name] = replace(self.profiles[call.block.name], clones=True)
 
     def before_using(self, operator: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Called before an operator is run on these tensors. Holds a spilled weight that is used outside of its block,
@@ -211,8 +207,7 @@ class Pilot:
                 cut.open_block(block, f"a part of {block.name} is used without it")
                 break
             cut.hold_weight(block, weight, f"{block.name}'s weight is used without it")
-        # Too late: on a GPU this operator was already given the weight in host memory; and within a checkpoint the
-        # tensors that the weight's block saves were counted before the weight was held.
+        # Too late: a GPU's operator has the weight in host memory; a checkpoint has counted what the block saves
         if used and (hooks_of_checkpoint() is not None or not trial.device.is_virtual):
             raise PrepareError(
                 f"a spilled weight is used by its block, but one of {used[0][0].name} was used without it, and is "

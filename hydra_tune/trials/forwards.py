@@ -59,17 +59,6 @@ class Forwards:
 
     def run(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward in the step it belongs to, and return its outputs."""
-        base = self._trial.base
-        if not base.parameters:
-            return self._run_call(root, args, kwargs)
-        if base.open():
-            self._trial.pool.shared_weights.note_change()
-        try:
-            return self._run_call(root, args, kwargs)
-        finally:
-            base.close()
-
-    def _run_call(self, root: RootForward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         planner, steps = self._planner, self._steps
         call = _call_key(root, args, kwargs) if steps.forward is None else None
         if call in planner.covered and self._begin_simple():

@@ -93,8 +93,7 @@ class Trial:
         self.resumption: Resumption | None = None  # the runner's, if it writes checkpoints
         self.random_state: RandomState | None = None  # the runner's
         self._roots: list[_Root] = []  # its prepared models, as long as they live
-        self.ended = False
-        self.is_plain = False  # its models are plain again
+        self.ended = self.is_plain = False  # plain: its models are so again
         self.busy = threading.RLock()  # held by the thread that is in a forward or a backward of the trial
         self._thread = 0  # the thread that has held `busy` last
         self._process = gate.process

@@ -431,6 +431,8 @@ def test_limits_are_read_from_cgroups_of_both_versions(monkeypatch, tmp_path):
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1000\n")
     assert open_devices.memory_cgroups() == [(9000, 3000)]
     assert (host.read_host().limit_bytes, host.read_host().free_bytes) == (9000, 6000)
+    (tmp_path / "memory.max").write_text(f"{1 << 62}\n")
+    assert host.read_host().limit_bytes is None, "more than the machine has limits nothing"
 
 
 # ---- versions ----

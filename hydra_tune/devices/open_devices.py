@@ -90,22 +90,30 @@ def host_bytes_for(host_memory: int | str, devices: Sequence[Device]) -> int:
 def host_free_bytes() -> int:
     """Bytes of host memory that this process may still take: the least of what the system has free, and what each
     memory cgroup around this process has left. Page cache that can be reclaimed counts as free."""
-    left: list[int] = [psutil.virtual_memory().available]
+    available_bytes: int = psutil.virtual_memory().available
+    return min([available_bytes, *(max(0, limit_bytes - used_bytes) for limit_bytes, used_bytes in memory_cgroups())])
+
+
+def memory_cgroups() -> list[tuple[int, int]]:
+    """Of each memory cgroup around this process that has a limit: the limit, and the bytes that it uses, less page
+    cache that can be reclaimed. Version 1 has a limit of 2^63 bytes where none was set."""
+    cgroups = []
     for limit, usage, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
     ):
-        for folder in _cgroup_folders():
+        for folder in cgroup_folders():
             with suppress(OSError, ValueError):  # no such file, or it says "max"
                 limit_bytes = int((folder / limit).read_text())
                 used_bytes = int((folder / usage).read_text())
                 stat = (folder / usage).with_name("memory.stat").read_text().split()
                 cached = int(stat[stat.index(cache) + 1]) if cache in stat else 0
-                left.append(max(0, limit_bytes - used_bytes + cached))
-    return min(left)
+                cgroups.append((limit_bytes, used_bytes - cached))
+    return cgroups
 
 
-def _cgroup_folders() -> list[Path]:
+def cgroup_folders() -> list[Path]:
+    """Where the cgroups around this process may have their files."""
     folders = [root := Path("/sys/fs/cgroup")]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -22,7 +22,7 @@ def test_the_cgroup_limits_what_is_left(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 50\n")
-    monkeypatch.setattr(devices, "_cgroup_folders", lambda: [tmp_path])
+    monkeypatch.setattr(devices, "cgroup_folders", lambda: [tmp_path])
     assert host_free_bytes() == 350
     (tmp_path / "memory.max").write_text("max\n")
     assert host_free_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return int(options.command(options) or 0)
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (HydraTuneError, OSError) as error:
         print(f"hydra-tune: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, BudgetError)) else 1
@@ -74,6 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     option("--devices", default="auto", help="that work at once in a sweep, such as cuda:0 or cpu,cpu (every GPU)")
     option("--out", type=Path, default=Path("cost.json"), metavar="COST", help="(%(default)s)")
 
+    doctor = commands.add_parser("doctor", help="what works on this machine, what is slow, and what to do")
+    doctor.set_defaults(command=_doctor)
+    option = doctor.add_argument
+    option("--devices", default="auto", help="such as cuda:0 or cpu,cpu (every GPU)")
+    option("--no-copies", action="store_true", help="measure no copies, which takes a second or two")
+    option("--json", action="store_true", help="all findings, for programs")
+
     top = commands.add_parser("top", help="show the pools of a running process, and pause or stop their trials")
     top.set_defaults(command=_top)
     top.add_argument("pid", type=int, nargs="?", help="of the process (the only one that has a pool)")
@@ -91,6 +102,26 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("trial", help="its number, or its name")
         command.add_argument("--pid", type=int, help="of the process (the only one that has a pool)")
     return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Returns 1 if something will not work."""
+    from rich.console import Console
+
+    from hydra_tune.doctor.examination import examine
+    from hydra_tune.doctor.finding import exit_status
+    from hydra_tune.doctor.table import table
+
+    findings = examine(_devices_in(options.devices), measures=not options.no_copies)
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        Console().print(table(findings))
+    return exit_status(findings)
+
+
+def _devices_in(text: str) -> str | list[str]:
+    return text if text == "auto" else text.split(",")
 
 
 def _top(options: argparse.Namespace) -> None:
@@ -124,7 +155,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     from hydra_tune.calibration import calibrate
 
     check_folder(options.out, "a cost model")
-    cost = calibrate("auto" if options.devices == "auto" else options.devices.split(","))
+    cost = calibrate(_devices_in(options.devices))
     cost.save(options.out)
     for key, value in cost.to_dict().items():
         print(f"{key:16}  {value if isinstance(value, str) else format(value, '.4g')}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hydra_tune.calibration import calibrate
     from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, PoolClosedError, PrepareError, TrialStopped
     from hydra_tune.integrations.frameworks.figure_logger import log_figures
+    from hydra_tune.integrations.frameworks.study_report import save_report
     from hydra_tune.integrations.hugging_face.trainer_callback import HydraTrainerCallback
     from hydra_tune.integrations.hugging_face.trainer_search import hyperparameter_search
     from hydra_tune.integrations.lightning_trainer.lightning_callback import HydraLightningCallback
@@ -50,6 +51,7 @@ __all__ = [
     "prepare",
     "release",
     "resume_step",
+    "save_report",
     "share",
     "simulate",
     "trainable",
@@ -70,6 +72,7 @@ _HOME = {
     "prepare": "hydra_tune.trials.preparation",
     "release": "hydra_tune.trials.preparation",
     "resume_step": "hydra_tune.trials.preparation",
+    "save_report": "hydra_tune.integrations.frameworks.study_report",
     "share": "hydra_tune.trials.shared_base",
     "simulate": "hydra_tune.simulation.simulate",
     "trainable": "hydra_tune.integrations.ray_tune.trainable",

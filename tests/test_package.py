@@ -74,7 +74,10 @@ def test_the_wheel_holds_the_packages_and_the_typing_marker(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     runner = "hydra_tune/integrations/optuna_runner/runner.py"
-    assert {"hydra_tune/py.typed", "hydra_tune/demo/sweep.py", runner} <= names
+    pages = {f"hydra_tune/show/report_page.{kind}" for kind in ("py", "html", "js")}
+    assert {"hydra_tune/py.typed", "hydra_tune/demo/sweep.py", runner, *pages} <= names
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in HYDRA_TUNE.rglob("*.py")}
+    assert folders <= {name.rpartition("/")[0] for name in names}, "setup.cfg names each"
     assert not any(n.startswith(("tests", "benchmarks", "integrations")) for n in names)
     unpacked = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(unpacked)

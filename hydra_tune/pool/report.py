@@ -52,8 +52,9 @@ class Report:
                 self.clocks[device.number].spilled(task, during)
 
     def note_idle(self, at_s: float | None) -> None:
-        """Note for each device why it is idle, if it is, from `at_s` or from now on."""
+        """Note for each device how much of it is used, and why it is idle, if it is, from `at_s` or from now on."""
         for device, clock in enumerate(self.clocks):
+            self.trace.note_memory(device, self._machine.devices[device].ledger.used_bytes)
             cause = self._machine.idle_cause(device)
             if cause not in ("", clock.cause):
                 clock.idles(self.trace.now_s() if at_s is None else at_s, cause)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ from hydra_tune.schedule.machine import Machine
 from hydra_tune.schedule.plan import TrialPlan
 from hydra_tune.schedule.policy import Policy, policy_named
 from hydra_tune.show import timeline
+from hydra_tune.show.environment import environment
+from hydra_tune.show.report_page import Run, save_page
 from hydra_tune.show.snapshot import PoolSnapshot
 from hydra_tune.simulation import workload
 from hydra_tune.simulation.workload import TrialWork
@@ -154,6 +156,32 @@ class ShardPool:
             ConfigError: another suffix, or plotly is not installed.
         """
         return timeline.save(self.timeline(), [device.name for device in self.devices], path)
+
+    def save_report(
+        self,
+        path: str | PathLike[str],
+        *,
+        results: Mapping[str, Mapping[str, Any]] | None = None,
+        figures: Sequence[tuple[str, str]] = (),
+        title: str = "hydra_tune report",
+    ) -> Path:
+        """Write a page on what devices and trials have done, which opens in a browser without a network: the trials,
+        where the time went, a timeline to zoom into, memory against the budgets. `hydra_tune.save_report` adds what a
+        study knows.
+
+        Args:
+            path: of a .html.
+            results: columns of the table, by a trial's name: ``{"trial 0": {"value": 0.3}}``.
+            figures: more to show, each a title and a plotly figure as JSON.
+
+        Raises:
+            ConfigError: another suffix, or there is no such folder.
+        """
+        with self.events.lock:
+            report, spans = self.report(), self.timeline()
+            memory = list(self.events.report.trace.memory)
+        run = Run(report, spans, memory, environment(), results or {}, figures, title)
+        return save_page(run, path)
 
     def workload(self) -> list[TrialWork]:
         """What the trials so far have taken, for `hydra_tune.simulate` with other devices or another policy. It has the

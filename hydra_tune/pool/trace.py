@@ -75,6 +75,8 @@ class Trace:
     def __init__(self) -> None:
         # Plain tuples: the garbage collector stops tracking them, so that its full collections stay rare.
         self._spans: deque[tuple[Any, ...]] = deque(maxlen=MAX_SPANS)
+        self.memory: deque[tuple[int, float, int]] = deque(maxlen=MAX_SPANS)  # device, when, bytes used from then on
+        self._used_bytes: dict[int, int] = {}  # by device, the last of these
         self.devices: defaultdict[int, Totals] = defaultdict(Totals)
         self.trials: defaultdict[int, Totals] = defaultdict(Totals)
         self._start = time.perf_counter()
@@ -97,6 +99,12 @@ class Trace:
             self.trials[task.trial].stalled_s += end_s - start_s
         elif kind == "promote":
             self.count("promoted_bytes", device, task.trial, num_bytes)
+
+    def note_memory(self, device: int, used_bytes: int) -> None:
+        """So many bytes of the device are used from now on."""
+        if self._used_bytes.get(device) != used_bytes:
+            self._used_bytes[device] = used_bytes
+            self.memory.append((device, self.now_s(), used_bytes))
 
     def note_stall(self, device: int, start_s: float, end_s: float, cause: str) -> None:
         self._spans.append(("stall", device, -1, -1, "", start_s, end_s, cause, 0))

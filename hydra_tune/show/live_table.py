@@ -60,7 +60,8 @@ def plain_line(snapshot: PoolSnapshot) -> str:
 
 
 def _live(snapshot: PoolSnapshot) -> list[TrialSnapshot]:
-    return [trial for trial in snapshot.trials if not trial.has_ended]
+    live = [trial for trial in snapshot.trials if not trial.has_ended]
+    return sorted(live, key=lambda trial: (len(trial.name), trial.name))  # trial 2 before trial 10
 
 
 def _rows(snapshot: PoolSnapshot) -> list[TrialSnapshot]:

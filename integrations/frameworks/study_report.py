@@ -1,0 +1,71 @@
+"""A pool's report with what an Optuna study knows: values, parameters, and Optuna's own plots."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra_tune.pool.shard_pool import ShardPool
+
+if TYPE_CHECKING:
+    import optuna
+
+logger = logging.getLogger("hydra_tune")
+_PLOTS = {
+    "Optimization history": "plot_optimization_history",
+    "Intermediate values": "plot_intermediate_values",
+    "Parameter importances": "plot_param_importances",
+    "Parallel coordinates": "plot_parallel_coordinate",
+    "Slices": "plot_slice",
+    "Pareto front": "plot_pareto_front",
+}
+
+
+def save_report(pool: ShardPool, path: str | os.PathLike[str], study: optuna.Study | None = None) -> Path:
+    """Write `ShardPool.save_report`, with the study's values, parameters and plots (these need plotly). Returns the
+    path.
+
+    Raises:
+        ConfigError: the name does not end in .html, or there is no such folder.
+    """
+    if study is None:
+        return pool.save_report(path)
+    return pool.save_report(path, results=_results(study), figures=_figures(study), title=study.study_name)
+
+
+def _results(study: optuna.Study) -> dict[str, dict[str, Any]]:
+    """By the name that a trial has in its pool."""
+    found: dict[str, dict[str, Any]] = {}
+    for trial in study.get_trials(deepcopy=False):
+        values = trial.values or [None] * len(study.directions)
+        names = ["value"] if len(values) == 1 else [f"value {i}" for i in range(len(values))]
+        known = {"state": trial.state.name.lower(), **dict(zip(names, values, strict=True)), **trial.params}
+        found[f"trial {trial.number}"] = known
+    return found
+
+
+def _figures(study: optuna.Study) -> list[tuple[str, str]]:
+    """Optuna's plots as JSON, but those that say nothing of this study: each raises then."""
+    from optuna import visualization
+
+    if not visualization.is_available():
+        logger.info("the report has none of Optuna's plots: they need plotly, pip install plotly")
+        return []
+    found = []
+    for title, name in _PLOTS.items():
+        several = len(study.directions) > 1
+        if several != (name == "plot_pareto_front"):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                figure = getattr(visualization, name)(study)
+        except Exception as error:
+            logger.debug("no %s in the report: %s", title, error)
+            continue
+        if len(figure.data):
+            found.append((title, figure.to_json()))
+    return found

@@ -1,0 +1,132 @@
+"""The report after a run: one page without a network, small, with all that happened, and safe whatever names say."""
+
+import base64
+import gzip
+import itertools
+import json
+import random
+import re
+
+import optuna
+import pytest
+import torch
+
+import hydra_tune
+from hydra_tune.show.environment import environment
+from hydra_tune.show.report_page import Run, columns, page, save_page
+from models import BUDGETS, WIDTH, Net
+
+
+def device(name="cpu:0", **more):
+    sizes = {"budget_bytes": 100, "used_bytes": 0, "peak_bytes": 90, "promoted_bytes": 7, "spilled_bytes": 3}
+    return {"name": name, **sizes, "busy_s": 6.0, "stalled_by": {"pilot": 1.0, "memory": 0.5}, **more}
+
+
+def trial(number=0, **more):
+    known = {"trial": number, "name": f"trial {number}", "state": "ended", "resident": False, "steps": 4}
+    sizes = {"weight_bytes": 1 << 20, "shards": [1, 2], "promoted_bytes": 4 << 20, "busy_s": 1.0, "stalled_s": 0.5}
+    return {**known, **sizes, **more}
+
+
+def span(kind="run", start_s=0.0, end_s=1.0, **more):
+    known = {"kind": kind, "device": 0, "trial": 0, "shard": 1, "direction": "F", "step": 2, "cause": ""}
+    return {**known, "start_s": start_s, "end_s": end_s, **more}
+
+
+def a_run(**more):
+    report = {"elapsed_s": 10.0, "devices": [device()], "trials": [trial()]}
+    return Run(**{"report": report, "spans": [span()], **more})
+
+
+def data_of(text):
+    packed = re.search(r'id="data">([^<]*)<', text)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def test_spans_go_there_and_come_back():
+    spans = [
+        span("promote", 0.5, 0.75, trial=3, shard=2),
+        span("run", 0.25, 0.5, direction="B", step=9),
+        span("stall", 1.0, 1.5, trial=-1, shard=-1, direction="", cause="pilot"),
+        span("wait", 0.0, 9.0),
+    ]
+    found = columns(spans)
+    assert found["causes"][found["spans"]["cause"][2]] == "measuring first steps"
+    starts = list(itertools.accumulate(found["spans"]["start"]))
+    assert starts == [250_000, 500_000, 1_000_000] and found["spans"]["length"] == [250_000, 250_000, 500_000]
+    assert found["spans"]["kind"] == [0, 1, 3] and found["spans"]["backward"] == [1, 0, 0]
+    assert (found["spans"]["trial"][1], found["spans"]["shard"][1], found["spans"]["step"][0]) == (3, 2, 9)
+
+
+def test_a_page_tells_what_happened_and_asks_no_network():
+    text = page(a_run(memory=[(0, 1.0, 50), (0, 2.0, 20)], environment={"torch": "2.13"}))
+    assert "computed 60% of the time; the longest stalls, 10%, were measuring first steps." in text
+    assert "90 B of 100 B" in text and "<td>torch</td>" in text and "computing 60.0%" in text
+    assert "1.0 MiB" in text and "375" in text, "promoted and milliseconds a step"
+    data = data_of(text)
+    assert data["memory"] == [[[1_000_000, 50], [2_000_000, 20]]] and data["names"] == {"0": "trial 0"}
+    assert not re.search(r'(src|href)="?http|@import|url\(', text), "nothing is fetched"
+
+
+def test_names_are_text_and_not_markup():
+    name = '<script>alert(1)</script>"&'
+    report = {"elapsed_s": 1.0, "devices": [device(name)], "trials": [trial(name=name)]}
+    run = a_run(report=report, title=name, results={name: {"value": name}}, environment={name: name})
+    text = page(run)
+    assert "alert(1)" in text and "<script>alert" not in text and data_of(text)["devices"] == [name]
+    assert text.count("</script>") == page(a_run()).count("</script>")
+
+
+def test_a_page_of_a_hundred_thousand_tasks_is_small():
+    """With Optuna's plots, for which plotly travels along. Real times are less regular than any pattern."""
+    rng, now_s, spans = random.Random(0), [0.0, 0.0], []
+    for i in range(100_000):
+        number = i % 2
+        start_s = now_s[number] = now_s[number] + rng.expovariate(1e5)
+        end_s = now_s[number] = start_s + rng.lognormvariate(-6, 1)
+        kind = rng.choices(["run", "promote", "spill", "stall"], [5, 3, 2, 1])[0]
+        more = {"trial": rng.randrange(8), "shard": rng.randrange(16), "step": i // 64, "direction": rng.choice("FB")}
+        spans.append(span(kind, start_s, end_s, device=number, **more))
+    memory = [(i % 2, spans[i]["start_s"], rng.randrange(10**9)) for i in range(0, 100_000, 2)]
+    report = {"elapsed_s": max(now_s), "devices": [device(), device("cpu:1")], "trials": [trial(n) for n in range(8)]}
+    figures = [("History", json.dumps({"data": [], "layout": {}}))]
+    text = page(Run(report, spans, memory, environment(), figures=figures))
+    assert len(text) < 3e6
+    drawn = data_of(text)["memory"]
+    assert max(used for _, used in drawn[0]) == max(used for number, _, used in memory if number == 0), (
+        "no peak is lost"
+    )
+
+
+def test_a_report_is_a_html_in_a_folder_that_there_is(tmp_path):
+    assert save_page(a_run(), tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    with pytest.raises(hydra_tune.ConfigError, match=r'got \'a.pdf\'\. Write "a\.html"'):
+        save_page(a_run(), tmp_path / "a.pdf")
+    with pytest.raises(hydra_tune.ConfigError, match="in a folder that there is"):
+        save_page(a_run(), tmp_path / "none" / "a.html")
+
+
+def test_a_search_has_a_report_with_its_values_and_plots(tmp_path):
+    def objective(trial):
+        lr = trial.suggest_float("lr", 0.01, 0.1)
+        model = Net()
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+        for step in range(3):
+            loss = model(torch.randn(4, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            trial.report(loss.item(), step)
+        return loss.item()
+
+    pool = hydra_tune.ShardPool(["cpu", "cpu"], BUDGETS["spilled"], seed=0)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0), study_name="digits")
+    hydra_tune.HydraTrialRunner(pool, 2).optimize(study, objective, n_trials=3)
+    text = hydra_tune.save_report(pool, tmp_path / "report.html", study).read_text()
+    assert "<title>digits</title>" in text and "<h2>Optimization history</h2>" in text and "Slices" in text
+    assert all(f">{t.value:.4g}<" in text and f">{t.params['lr']:.4g}<" in text for t in study.trials)
+    data = data_of(text)
+    assert sorted(data["names"].values()) == ["trial 0", "trial 1", "trial 2"] and len(data["devices"]) == 2
+    assert {0, 1, 3} <= set(data["spans"]["kind"]) and all(data["memory"])
+    assert max(used for _, used in data["memory"][0]) <= pool.devices[0].budget_bytes
+    plain = pool.save_report(tmp_path / "plain.html").read_text()
+    assert "plotly" not in plain.split('id="plotly"')[0] and len(plain) < 200_000

@@ -197,7 +197,7 @@ class Pilot:
             PrepareError: the weight is held now, but too late for this forward.
         """
         trial, cut = self._trial, self._trial.planner.cut
-        if not trial.block_calls.are_expected or (trial.device.is_virtual and operator is not _CAST):
+        if not trial.block_calls.are_expected or (not trial.device.counts_as_gpu and operator is not _CAST):
             return
         if self._spilled[0] is not cut.blocks:
             own = {s._cdata: (b, p) for b in cut.blocks for p in b.slot_parameters for s in storages_of(p)}

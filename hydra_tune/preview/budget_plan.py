@@ -39,7 +39,8 @@ class Placement:
     """A trial alone in a budget. `kept` has the reason for each block that keeps its activations.
 
     `step_bytes`   reserved from a step's forward to the end of its backward, for training or evaluation
-    `peak_bytes`   the most that a device reserves for it, first steps included
+    `reserved_bytes`   the most that a device reserves for it, first steps included
+    `peak_bytes`       the most that its tensors take there at once
     `step`, `evaluation`   bytes over the link in each of them, after the first ones
     """
 
@@ -50,6 +51,7 @@ class Placement:
     held: dict[str, int]
     step_bytes: int
     task_bytes: int
+    reserved_bytes: int
     peak_bytes: int
     kept: dict[str, str]
     repeated: tuple[str, ...]
@@ -176,7 +178,7 @@ def plan(
         least_bytes=least.budget_bytes,
         comfortable_bytes=comfortable_bytes,
         resident_bytes=max(resident_bytes, least.budget_bytes),
-        at_budget=None if at.refusal is not None else _placement(at),
+        at_budget=None if at.refusal is not None else _placement(at, script),
         time=time,
     )
 
@@ -223,8 +225,9 @@ def _rehearsal_in(script: Script, budget_bytes: int, ample: Rehearsal, least: Re
     return script.at(budget_bytes)
 
 
-def _placement(rehearsal: Rehearsal) -> Placement:
-    plan = training_plan(rehearsal.plans)
+def _placement(rehearsal: Rehearsal, script: Script) -> Placement:
+    plan, num_bytes = training_plan(rehearsal.plans), rehearsal.budget_bytes
+    counted = script.at(min(num_bytes, rehearsal.device["budget_bytes"]), counting=True)
     return Placement(
         budget_bytes=rehearsal.budget_bytes,
         resident=plan.resident,
@@ -233,7 +236,8 @@ def _placement(rehearsal: Rehearsal) -> Placement:
         held=rehearsal.held,
         step_bytes=max(p.step_bytes for p in rehearsal.plans),
         task_bytes=max(p.task_bytes for p in rehearsal.plans),
-        peak_bytes=rehearsal.device["peak_bytes"],
+        reserved_bytes=rehearsal.device["peak_bytes"],
+        peak_bytes=counted.device["measured_peak_bytes"],
         kept={} if plan.resident else {p.name: p.keeps for p in plan.blocks if p.keeps},
         repeated=() if plan.resident else tuple(p.name for p in plan.blocks if repeats(p)),
         step=rehearsal.step,

@@ -20,7 +20,7 @@ def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
     for _ in range(_MOST_TRIES):
         if refused_bytes >= best.budget_bytes * _STEP - 1:
             break
-        tried = script.at(guess)
+        tried = _in_all_orders(script, guess)
         if tried.refusal is None:
             best, proposed = tried, _proposed(tried)
             guess = proposed if refused_bytes < proposed < guess else int(guess * _STEP)
@@ -33,6 +33,16 @@ def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
             if best is not enough:
                 guess = (refused_bytes + best.budget_bytes) // 2
     return best
+
+
+def _in_all_orders(script: Script, budget_bytes: int) -> Rehearsal:
+    """A rehearsal that was refused, if one was. What a first step finds depends on what the step before has left, so
+    the number of evaluations between training steps matters."""
+    tried = script.at(budget_bytes)
+    if tried.refusal is None and script.batch is not None and script.eval_batch is not None:
+        other = script.at(budget_bytes, evaluations=1)
+        return tried if other.refusal is None else other
+    return tried
 
 
 def _proposed(rehearsal: Rehearsal) -> int:

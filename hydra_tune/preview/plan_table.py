@@ -42,7 +42,7 @@ def _placement_rows(at: Placement) -> list[Row]:
     held = ", ".join(f"{format_bytes(size)} {kind}" for kind, size in at.held.items())
     rows.append(("held for its life", f"{format_bytes(at.held_bytes)}: {held}" if held else "nothing"))
     rows.append(("a step", f"{format_bytes(at.step_bytes)}, and {format_bytes(at.task_bytes)} for a task"))
-    rows.append(("device peak", format_bytes(at.peak_bytes)))
+    rows.append(("device peak", f"{format_bytes(at.reserved_bytes)} reserved, {format_bytes(at.peak_bytes)} by tensors"))
     if not at.resident:
         rows.append(("blocks that repeat", _named(at.repeated)))
         rows.append(("blocks that keep", _named(at.kept)))

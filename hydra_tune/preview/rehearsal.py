@@ -3,9 +3,9 @@
 It is the trial's own code that runs, from `prepare` on, so that what is refused, cut, kept and copied is found out and
 not worked out a second time. The steps are those of a usual loop:
 
-    train | train | evaluate | evaluate | train | train | evaluate | evaluate
-      |               |                           |                     |
-    measured        measured              the bytes of a step   the bytes of an evaluation
+    3 training steps | some evaluations | 3 training steps | some evaluations | .. until nothing is measured anew
+    ^ measured         ^ measured                        ^                  ^
+                                            the bytes of a step     the bytes of an evaluation
 
 The optimizer does not step, the trial is only told so: no weight changes, and no optimizer state takes memory.
 """
@@ -33,7 +33,10 @@ from hydra_tune.trials.context import trial_context
 from hydra_tune.trials.preparation import prepare, release
 from hydra_tune.trials.trial import Trial
 
-_ROUNDS = 2  # the first is measured anew, the second is as all later ones
+_STEPS = 3  # the first may be measured, and in a small budget the second, too
+# A round after which nothing was measured anew is as all later ones. In a small budget several rounds may measure: each
+# may find that blocks are too large beside what the rest of the step takes.
+_MOST_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,9 @@ class Script:
     loss: Loss | None
     counts_as_gpu: bool
 
-    def at(self, budget_bytes: int) -> Rehearsal:
-        """Rehearse with this budget.
+    def at(self, budget_bytes: int, *, evaluations: int = 3, counting: bool = False) -> Rehearsal:
+        """Rehearse with this budget, and with so many evaluations in a row. With `counting` operators are counted in
+        all steps, as with `HYDRA_TUNE_CHECKS=1`, so that `device` has the most bytes that tensors took.
 
         Raises:
             PrepareError: the model or the optimizer cannot be prepared.
@@ -105,7 +109,7 @@ class Script:
         with process_untouched(), self._pool(budget_bytes) as pool:
             with trial_context(pool, 0, name="plan"):
                 try:
-                    self._run(pool, found)
+                    self._run(pool, found, evaluations, counting=counting)
                 except BudgetError as error:
                     clear_frames(error)
                     found.refusal = error
@@ -125,43 +129,67 @@ class Script:
             device.counts_as_gpu = pool.spills_behind = self.counts_as_gpu
         return pool
 
-    def _run(self, pool: ShardPool, found: Rehearsal) -> None:
-        model = self.model
-        prepare(model, self.optimizer, pool=pool)
-        trial = trial_of(model)
+    def _run(self, pool: ShardPool, found: Rehearsal, evaluations: int, *, counting: bool) -> None:
+        prepare(self.model, self.optimizer, pool=pool)
+        trial = trial_of(self.model)
         assert isinstance(trial, Trial)
-        modes = [(module, module.training) for module in model.modules()]
-        outputs = loss = None  # as in a usual loop, both live until the next step has made new ones
-        for _ in range(_ROUNDS):
-            for _ in range(_ROUNDS if self.batch is not None else 0):
-                before = _moved(pool)
-                if self.loss is None:
-                    outputs = outputs_of(model, self.batch)
-                    loss = loss_of(outputs)
-                else:
-                    loss = self.loss(model, self.batch)
-                between = _moved(pool)
-                loss.backward()
-                trial.before_optimizer_step()
-                after = _moved(pool)
-                trial.invalidate_copies()
-                for p in model.parameters():
-                    p.grad = None
-                found.step = Carried(between[0] - before[0], after[0] - between[0], after[1] - before[1])
-            for _ in range(_ROUNDS if self.eval_batch is not None else 0):
-                model.eval()
-                before = _moved(pool)
-                with torch.no_grad():
-                    outputs = outputs_of(model, self.eval_batch)
-                found.evaluation = Carried(_moved(pool)[0] - before[0])
-                for module, mode in modes:
-                    module.training = mode
-        del outputs, loss
+        if counting:
+            trial.meter.always = trial.meter.counting = True
+        loop, known = _Loop(self, trial), trial.planner.known
+        for number in range(_MOST_ROUNDS):
+            before = list(known.measures)
+            for _ in range(_STEPS if self.batch is not None else 0):
+                found.step = loop.train()
+            for _ in range(evaluations if self.eval_batch is not None else 0):
+                found.evaluation = loop.evaluate()
+            if number and before and list(map(id, before)) == list(map(id, known.measures)):
+                break
+        else:
+            raise BudgetError(
+                "the first steps do not end: what is measured of one kind of step asks for another cut than what is "
+                "measured of the other, again and again. Raise the pool's memory=, or lower the batch size."
+            )
+        loop.outputs = loop.loss = None
         trial.boundary()
         trial.planner.settle_last()
-        found.plans = [trial.planner.plan_for(measure.kinds[0]) for measure in trial.planner.known.measures]
+        found.plans = [trial.planner.plan_for(measure.kinds[0]) for measure in known.measures]
         found.held = held_by_what(trial)
         found.needs = _needs(trial)
+
+
+class _Loop:
+    """A usual training loop. As in one, `outputs` and `loss` live until the next step has made new ones."""
+
+    def __init__(self, script: Script, trial: Trial) -> None:
+        self._script, self._trial, self._pool = script, trial, trial.pool
+        self.outputs: Any = None
+        self.loss: torch.Tensor | None = None
+
+    def train(self) -> Carried:
+        script, trial, before = self._script, self._trial, _moved(self._pool)
+        if script.loss is None:
+            self.outputs = outputs_of(script.model, script.batch)
+            self.loss = loss_of(self.outputs)
+        else:
+            self.loss = script.loss(script.model, script.batch)
+        between = _moved(self._pool)
+        self.loss.backward()  # type: ignore[no-untyped-call]
+        trial.before_optimizer_step()
+        after = _moved(self._pool)
+        trial.invalidate_copies()
+        for p in script.model.parameters():
+            p.grad = None
+        return Carried(between[0] - before[0], after[0] - between[0], after[1] - before[1])
+
+    def evaluate(self) -> Carried:
+        script, before = self._script, _moved(self._pool)
+        modes = [(module, module.training) for module in script.model.modules()]
+        script.model.eval()
+        with torch.no_grad():
+            self.outputs = outputs_of(script.model, script.eval_batch)
+        for module, mode in modes:
+            module.training = mode
+        return Carried(_moved(self._pool)[0] - before[0])
 
 
 def _moved(pool: ShardPool) -> tuple[int, int]:

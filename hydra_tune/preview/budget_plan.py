@@ -22,6 +22,7 @@ from hydra_tune.config import format_bytes, parse_bytes
 from hydra_tune.devices.open_devices import host_free_bytes
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.planning.optimizer_memory import training_bytes
+from hydra_tune.planning.refusals import refuse_unsupported
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.preview.feeding import batch_copy, copies_of
 from hydra_tune.preview.least_budget import least_rehearsal
@@ -155,6 +156,7 @@ def plan(
         return Plan(type(model).__name__, how, **empty | found, host=host, refused=tuple(refused), notes=tuple(notes))
 
     try:
+        refuse_unsupported(model)  # the copy may lack what is refused, as memory that two weights share
         script = _script(model, optimizer, batch, eval_batch, loss, as_gpu)
         ample = script.at(max(1, host_free_bytes() // 4))
         if ample.refusal is not None or ample.needs is None:
@@ -169,6 +171,8 @@ def plan(
         return finished()
     if at.refusal is not None:
         refused.append(f"in {format_bytes(at.budget_bytes)}: {at.refusal}")
+    if not at.settles:
+        notes.append("in this budget evaluation is measured anew again and again; a little more memory ends that")
     time = None
     if cost is not None and batch is not None and at.refusal is None:
         flops = forward_flops(script.model, script.batch, loss)

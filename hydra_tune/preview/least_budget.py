@@ -15,34 +15,28 @@ _MOST_TRIES = 14
 
 def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
     """The rehearsal in the least budget that was found, beginning from one in a budget that is `enough`."""
-    best, refused_bytes = enough, 0
-    guess = _proposed(enough)
+    best, refused_bytes, guess = enough, 0, _proposed(enough)
     for _ in range(_MOST_TRIES):
+        tried, others = script.at(guess), []
+        if tried.refusal is None:
+            # what a first step finds depends on what the step before has left: so on how many evaluations there were
+            others = [script.at(guess, evaluations=1)] if script.batch is not None and script.eval_batch is not None else []
+        fits = tried.refusal is None and all(other.refusal is None for other in others)
+        proposed = min((_proposed(r) for r in (tried, *others) if r.refusal is None), default=guess)
+        best = tried if fits else best
+        if refused_bytes < proposed < guess * _STEP:
+            guess = proposed  # a finer cut needs less, also where the cut of this budget was refused
+            continue
+        refused_bytes = refused_bytes if fits else max(refused_bytes, guess)
         if refused_bytes >= best.budget_bytes * _STEP - 1:
             break
-        tried = _in_all_orders(script, guess)
-        if tried.refusal is None:
-            best, proposed = tried, _proposed(tried)
-            guess = proposed if refused_bytes < proposed < guess else int(guess * _STEP)
-            if guess <= refused_bytes:
-                guess = (refused_bytes + best.budget_bytes) // 2
+        if refused_bytes == 0:
+            guess = int(best.budget_bytes * _STEP)
+        elif best is enough:  # mostly a little more is enough
+            guess = min(int(refused_bytes * 1.03), (refused_bytes + best.budget_bytes) // 2)
         else:
-            refused_bytes = max(refused_bytes, guess)
-            # mostly a little more is enough; else half of the way to what is known to be enough
-            guess = min(int(guess * 1.03), (refused_bytes + best.budget_bytes) // 2)
-            if best is not enough:
-                guess = (refused_bytes + best.budget_bytes) // 2
+            guess = (refused_bytes + best.budget_bytes) // 2
     return best
-
-
-def _in_all_orders(script: Script, budget_bytes: int) -> Rehearsal:
-    """A rehearsal that was refused, if one was. What a first step finds depends on what the step before has left, so
-    the number of evaluations between training steps matters."""
-    tried = script.at(budget_bytes)
-    if tried.refusal is None and script.batch is not None and script.eval_batch is not None:
-        other = script.at(budget_bytes, evaluations=1)
-        return tried if other.refusal is None else other
-    return tried
 
 
 def _proposed(rehearsal: Rehearsal) -> int:

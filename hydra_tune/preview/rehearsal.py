@@ -74,10 +74,12 @@ class Carried:
 
 @dataclass
 class Rehearsal:
-    """What was found at `budget_bytes`. If `refusal` is set, the rest is as far as the trial has come."""
+    """What was found at `budget_bytes`. If `refusal` is set, the rest is as far as the trial has come. `settles` is
+    False if some steps are measured anew again and again: training and evaluation ask for different cuts."""
 
     budget_bytes: int
     refusal: BudgetError | None = None
+    settles: bool = True
     summary: dict[str, Any] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     plans: list[TrialPlan] = field(default_factory=list)
@@ -145,9 +147,15 @@ class Script:
             if number and before and list(map(id, before)) == list(map(id, known.measures)):
                 break
         else:
+            found.settles = False
+        if not known.measures:  # what the last evaluation has found does not fit what training had
+            loop.train() if self.batch is not None else loop.evaluate()
+            if trial.planner.pilot is not None:
+                trial.boundary()
+        if not known.measures:
             raise BudgetError(
-                "the first steps do not end: what is measured of one kind of step asks for another cut than what is "
-                "measured of the other, again and again. Raise the pool's memory=, or lower the batch size."
+                "each step is measured anew, since no plan for what was measured fits the budget. Raise the pool's "
+                "memory=, or lower the batch size."
             )
         loop.outputs = loop.loss = None
         trial.boundary()

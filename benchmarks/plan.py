@@ -1,8 +1,8 @@
 """The plan of a model before a run, beside what a trial alone then takes: device peak, link bytes, least budget.
 
 Five small models with a larger evaluation batch: GPT-2, Llama, ViT and BERT of transformers, and a ResNet of basic
-blocks, each at the comfortable budget that its plan names. The plan works on a copy of the model; the trial is the model
-itself in a new pool, with an optimizer that steps.
+blocks, each at the comfortable budget that its plan names, and resident. The plan works on a copy of the model; the
+trial is the model itself in a new pool, with an optimizer that steps.
 
     device peak     bytes reserved, and bytes that tensors took: planned over measured; goal: within a tenth
     link            bytes a training step and an evaluation, planned and measured; goal: equal
@@ -189,8 +189,16 @@ def compared(case: Case, found: Plan) -> dict[str, Any]:
     assert at is not None
     assert found.least_bytes is not None
     measured = train(case, at.budget_bytes)
+    resident = plan(
+        *built(case),
+        batch=case.batch_of(case.rows),
+        eval_batch=case.batch_of(case.eval_rows),
+        memory=found.resident_bytes,
+    ).at_budget
+    assert resident is not None and resident.resident
     os.environ["HYDRA_TUNE_CHECKS"] = "1"  # so that tensors are counted in all steps, not in first ones alone
     counted_bytes = train(case, at.budget_bytes)["measured_peak_bytes"]
+    resident_bytes = train(case, resident.budget_bytes)
     os.environ["HYDRA_TUNE_CHECKS"] = "0"
     planned_step = [at.step.to_device_bytes, at.step.gradient_bytes]
     return {
@@ -204,6 +212,12 @@ def compared(case: Case, found: Plan) -> dict[str, Any]:
         "planned peak_bytes": at.peak_bytes,
         "measured peak_bytes": counted_bytes,
         "peak, planned over measured": at.peak_bytes / counted_bytes,
+        "resident: planned reserved_bytes": resident.reserved_bytes,
+        "resident: measured reserved_bytes": resident_bytes["peak_bytes"],
+        "resident: planned peak_bytes": resident.peak_bytes,
+        "resident: measured peak_bytes": resident_bytes["measured_peak_bytes"],
+        "resident: peak, planned over measured": resident.peak_bytes / resident_bytes["measured_peak_bytes"],
+        "resident: measured step_bytes": resident_bytes["steps"][-1],
         "planned step_bytes": planned_step,
         "measured step_bytes": measured["steps"][-1],
         "steps as planned": sum(step == planned_step for step in measured["steps"]),
@@ -237,7 +251,9 @@ def main() -> None:
 def _shown(key: str, value: Any) -> Any:
     if isinstance(value, list):
         return [format_bytes(each) for each in value]
-    return format_bytes(value) if key.endswith("_bytes") else value if isinstance(value, (str, dict)) else round(value, 3)
+    return (
+        format_bytes(value) if key.endswith("_bytes") else value if isinstance(value, (str, dict)) else round(value, 3)
+    )
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def plan(
     try:
         refuse_unsupported(model)  # the copy may lack what is refused, as memory that two weights share
         script = _script(model, optimizer, batch, eval_batch, loss, as_gpu)
-        ample = script.at(max(1, host_free_bytes() // 4))
+        ample = script.at(max(1, host_free_bytes() // 4), briefly=True)
         if ample.refusal is not None or ample.needs is None:
             refused.append(f"in {format_bytes(ample.budget_bytes)}: {ample.refusal}")
             return finished()
@@ -173,16 +173,17 @@ def plan(
         refused.append(f"in {format_bytes(at.budget_bytes)}: {at.refusal}")
     if not at.settles:
         notes.append("in this budget evaluation is measured anew again and again; a little more memory ends that")
+    placement = None if at.refusal is not None else _placement(at, script)
     time = None
-    if cost is not None and batch is not None and at.refusal is None:
+    if cost is not None and batch is not None and placement is not None:
         flops = forward_flops(script.model, script.batch, loss)
         source = cost.measured_on or "the given cost model"
-        time = step_time(cost, at, model, batch, flops=flops, source=source)
+        time = step_time(cost, training_plan(at.plans), placement.step, model, batch, flops=flops, source=source)
     return finished(
         least_bytes=least.budget_bytes,
         comfortable_bytes=comfortable_bytes,
         resident_bytes=max(resident_bytes, least.budget_bytes),
-        at_budget=None if at.refusal is not None else _placement(at, script),
+        at_budget=placement,
         time=time,
     )
 
@@ -232,6 +233,7 @@ def _rehearsal_in(script: Script, budget_bytes: int, ample: Rehearsal, least: Re
 def _placement(rehearsal: Rehearsal, script: Script) -> Placement:
     plan, num_bytes = training_plan(rehearsal.plans), rehearsal.budget_bytes
     counted = script.at(min(num_bytes, rehearsal.device["budget_bytes"]), counting=True)
+    reserved_bytes = (counted if plan.resident else rehearsal).device["peak_bytes"]
     return Placement(
         budget_bytes=rehearsal.budget_bytes,
         resident=plan.resident,
@@ -240,12 +242,12 @@ def _placement(rehearsal: Rehearsal, script: Script) -> Placement:
         held=rehearsal.held,
         step_bytes=max(p.step_bytes for p in rehearsal.plans),
         task_bytes=max(p.task_bytes for p in rehearsal.plans),
-        reserved_bytes=rehearsal.device["peak_bytes"],
-        peak_bytes=counted.device["measured_peak_bytes"],
+        reserved_bytes=reserved_bytes,
+        peak_bytes=min(reserved_bytes, counted.device["measured_peak_bytes"] + rehearsal.state_bytes),
         kept={} if plan.resident else {p.name: p.keeps for p in plan.blocks if p.keeps},
         repeated=() if plan.resident else tuple(p.name for p in plan.blocks if repeats(p)),
-        step=rehearsal.step,
-        evaluation=rehearsal.evaluation,
+        step=counted.step if plan.resident else rehearsal.step,  # a resident trial's first steps move it there
+        evaluation=counted.evaluation if plan.resident else rehearsal.evaluation,
     )
 
 
@@ -266,5 +268,3 @@ def _notes(as_gpu: bool, optimizer: torch.optim.Optimizer | None, cost: CostMode
     if cost is None:
         notes.append("no seconds: pass cost=hydra_tune.calibrate(), or a CostModel")
     return notes
-
-

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra_tune.errors import ConfigError, HydraTuneError
@@ -57,7 +57,7 @@ def _factory_at(where: str) -> Callable[[], Any]:
 
 @contextmanager
 def _current_folder_on_the_path() -> Iterator[None]:
-    here = os.getcwd()
+    here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
         yield
@@ -72,7 +72,9 @@ def _arguments_of(built: Any, where: str) -> dict[str, Any]:
         if unknown := [key for key in built if key not in known]:
             raise ConfigError(f"a factory's dict has the keys {', '.join(known)}; {where} gave {unknown[0]!r}.")
         if "model" not in built or not {"batch", "eval_batch"} & built.keys():
-            raise ConfigError(f"a factory's dict has a model and a batch; {where} gave {', '.join(built) or 'nothing'}.")
+            raise ConfigError(
+                f"a factory's dict has a model and a batch; {where} gave {', '.join(built) or 'nothing'}."
+            )
         return {"batch": None, **built}
     if isinstance(built, tuple) and len(built) == 3:
         return dict(zip(("model", "optimizer", "batch"), built, strict=True))

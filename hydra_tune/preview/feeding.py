@@ -1,9 +1,9 @@
 """How a plan feeds a batch to a model, and makes a loss of what comes out. Works on copies of both.
 
-    batch       call               loss, unless the user gives a function for it
-    mapping     model(**batch)     `.loss` or `["loss"]` of the outputs, if there is one;
-    tuple, list model(*batch)      else the sum of the means of all outputs in floating point
-    other       model(batch)
+batch       call               loss, unless the user gives a function for it
+mapping     model(**batch)     `.loss` or `["loss"]` of the outputs, if there is one;
+tuple, list model(*batch)      else the sum of the means of all outputs in floating point
+other       model(batch)
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ _MOST_TRIES = 14
 
 def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
     """The rehearsal in the least budget that was found, beginning from one in a budget that is `enough`."""
-    best, refused_bytes, guess = enough, 0, _proposed(enough)
+    best, refused_bytes, guess, more = enough, 0, _proposed(enough), 0.03
     for _ in range(_MOST_TRIES):
         tried, others = script.at(guess), []
         if tried.refusal is None:
             # what a first step finds depends on what the step before has left: so on how many evaluations there were
-            others = [script.at(guess, evaluations=1)] if script.batch is not None and script.eval_batch is not None else []
+            others = [script.at(guess, evaluations=1)] if script.has_both else []
         fits = tried.refusal is None and all(other.refusal is None for other in others)
         proposed = min((_proposed(r) for r in (tried, *others) if r.refusal is None), default=guess)
         best = tried if fits else best
@@ -33,7 +33,7 @@ def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
         if refused_bytes == 0:
             guess = int(best.budget_bytes * _STEP)
         elif best is enough:  # mostly a little more is enough
-            guess = min(int(refused_bytes * 1.03), (refused_bytes + best.budget_bytes) // 2)
+            guess, more = min(int(refused_bytes * (1 + more)), best.budget_bytes), 2 * more
         else:
             guess = (refused_bytes + best.budget_bytes) // 2
     return best

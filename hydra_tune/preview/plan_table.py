@@ -42,7 +42,9 @@ def _placement_rows(at: Placement) -> list[Row]:
     held = ", ".join(f"{format_bytes(size)} {kind}" for kind, size in at.held.items())
     rows.append(("held for its life", f"{format_bytes(at.held_bytes)}: {held}" if held else "nothing"))
     rows.append(("a step", f"{format_bytes(at.step_bytes)}, and {format_bytes(at.task_bytes)} for a task"))
-    rows.append(("device peak", f"{format_bytes(at.reserved_bytes)} reserved, {format_bytes(at.peak_bytes)} by tensors"))
+    rows.append(
+        ("device peak", f"{format_bytes(at.reserved_bytes)} reserved, {format_bytes(at.peak_bytes)} by tensors")
+    )
     if not at.resident:
         rows.append(("blocks that repeat", _named(at.repeated)))
         rows.append(("blocks that keep", _named(at.kept)))
@@ -60,7 +62,10 @@ def _time_rows(time: StepTime) -> list[Row]:
         ("seconds of a step", ""),
         ("alone", f"{time.alone_s:.3g} s"),
         ("one of several", f"{time.together_s:.3g} s"),
-        ("of that", f"{time.compute_s:.3g} s computing, {time.copies_s:.3g} s copies, {time.optimizer_s:.3g} s optimizer"),
+        (
+            "of that",
+            f"{time.compute_s:.3g} s computing, {time.copies_s:.3g} s copies, {time.optimizer_s:.3g} s optimizer",
+        ),
         ("transfers hide", f"{hides}; this batch has {time.amount}"),
         ("rates of", time.source),
     ]

@@ -26,7 +26,7 @@ from hydra_tune.errors import BudgetError, clear_frames
 from hydra_tune.planning.measured_plans import make_plans
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.preview.feeding import Loss, loss_of, outputs_of
-from hydra_tune.preview.held_bytes import held_by_what
+from hydra_tune.preview.held_bytes import held_by_what, optimizer_state_bytes
 from hydra_tune.randomness.python_and_numpy import PythonAndNumpyStates
 from hydra_tune.schedule.plan import TrialPlan
 from hydra_tune.trials.context import trial_context
@@ -80,11 +80,11 @@ class Rehearsal:
     budget_bytes: int
     refusal: BudgetError | None = None
     settles: bool = True
-    summary: dict[str, Any] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     plans: list[TrialPlan] = field(default_factory=list)
     needs: Needs | None = None
     held: dict[str, int] = field(default_factory=dict)
+    state_bytes: int = 0  # optimizer state on the device, which no rehearsal has
     step: Carried = field(default_factory=Carried)
     evaluation: Carried = field(default_factory=Carried)
 
@@ -100,28 +100,36 @@ class Script:
     loss: Loss | None
     counts_as_gpu: bool
 
-    def at(self, budget_bytes: int, *, evaluations: int = 3, counting: bool = False) -> Rehearsal:
-        """Rehearse with this budget, and with so many evaluations in a row. With `counting` operators are counted in
-        all steps, as with `HYDRA_TUNE_CHECKS=1`, so that `device` has the most bytes that tensors took.
+    @property
+    def has_both(self) -> bool:
+        """Whether it both trains and evaluates."""
+        return self.batch is not None and self.eval_batch is not None
+
+    def at(
+        self, budget_bytes: int, *, evaluations: int = 3, counting: bool = False, briefly: bool = False
+    ) -> Rehearsal:
+        """Rehearse with this budget, and with so many evaluations in a row.
+
+        With `counting` operators are counted in all steps, as with `HYDRA_TUNE_CHECKS=1`, so that `device` has the most
+        bytes that tensors took. With `briefly` there is one step of training and one evaluation at a time.
 
         Raises:
             PrepareError: the model or the optimizer cannot be prepared.
         """
         found = Rehearsal(budget_bytes)
-        with process_untouched(), self._pool(budget_bytes) as pool:
-            with trial_context(pool, 0, name="plan"):
-                try:
-                    self._run(pool, found, evaluations, counting=counting)
-                except BudgetError as error:
-                    clear_frames(error)
-                    found.refusal = error
-                finally:
-                    report = pool.report()
-                    found.summary, found.device = (report["trials"] or [{}])[-1], report["devices"][0]
-                    if trial_of(self.model) is not None:
-                        release(self.model)
-                    for p in self.model.parameters():
-                        p.grad = None
+        evaluations = 1 if briefly else evaluations
+        with process_untouched(), self._pool(budget_bytes) as pool, trial_context(pool, 0, name="plan"):
+            try:
+                self._run(pool, found, evaluations, counting=counting, briefly=briefly)
+            except BudgetError as error:
+                clear_frames(error)
+                found.refusal = error
+            finally:
+                found.device = pool.report()["devices"][0]
+                if trial_of(self.model) is not None:
+                    release(self.model)
+                for p in self.model.parameters():
+                    p.grad = None
         return found
 
     def _pool(self, budget_bytes: int) -> ShardPool:
@@ -131,37 +139,37 @@ class Script:
             device.counts_as_gpu = pool.spills_behind = self.counts_as_gpu
         return pool
 
-    def _run(self, pool: ShardPool, found: Rehearsal, evaluations: int, *, counting: bool) -> None:
+    def _run(self, pool: ShardPool, found: Rehearsal, evaluations: int, *, counting: bool, briefly: bool) -> None:
         prepare(self.model, self.optimizer, pool=pool)
         trial = trial_of(self.model)
         assert isinstance(trial, Trial)
         if counting:
             trial.meter.always = trial.meter.counting = True
-        loop, known = _Loop(self, trial), trial.planner.known
+        loop, known, steps = _Loop(self, trial), trial.planner.known, 1 if briefly else _STEPS
         for number in range(_MOST_ROUNDS):
             before = list(known.measures)
-            for _ in range(_STEPS if self.batch is not None else 0):
+            for _ in range(steps if self.batch is not None else 0):
                 found.step = loop.train()
             for _ in range(evaluations if self.eval_batch is not None else 0):
                 found.evaluation = loop.evaluate()
-            if number and before and list(map(id, before)) == list(map(id, known.measures)):
+            is_as_before = before and list(map(id, before)) == list(map(id, known.measures))
+            if number and is_as_before:
                 break
         else:
             found.settles = False
-        if not known.measures:  # what the last evaluation has found does not fit what training had
-            loop.train() if self.batch is not None else loop.evaluate()
-            if trial.planner.pilot is not None:
-                trial.boundary()
+        trial.boundary()
+        if not any(m.trains for m in known.measures) and self.batch is not None:
+            loop.train()  # what the last evaluation has found does not fit what training had
+            trial.boundary()
         if not known.measures:
             raise BudgetError(
                 "each step is measured anew, since no plan for what was measured fits the budget. Raise the pool's "
                 "memory=, or lower the batch size."
             )
         loop.outputs = loop.loss = None
-        trial.boundary()
         trial.planner.settle_last()
         found.plans = [trial.planner.plan_for(measure.kinds[0]) for measure in known.measures]
-        found.held = held_by_what(trial)
+        found.held, found.state_bytes = held_by_what(trial), optimizer_state_bytes(trial)
         found.needs = _needs(trial)
 
 
@@ -181,7 +189,7 @@ class _Loop:
         else:
             self.loss = script.loss(script.model, script.batch)
         between = _moved(self._pool)
-        self.loss.backward()  # type: ignore[no-untyped-call]
+        self.loss.backward()
         trial.before_optimizer_step()
         after = _moved(self._pool)
         trial.invalidate_copies()
@@ -210,9 +218,7 @@ def _needs(trial: Trial) -> Needs:
     budget_bytes = pool.budget_bytes
 
     def plans(*, may_be_resident: bool) -> list[TrialPlan]:
-        made = make_plans(
-            trial, planner.cut, planner.known.measures, planner.trained, may_be_resident=may_be_resident
-        )
+        made = make_plans(trial, planner.cut, planner.known.measures, planner.trained, may_be_resident=may_be_resident)
         return list(made.values())
 
     pool.budget_bytes = MOST_BYTES  # of a pool that nobody else uses: so every plan fits

@@ -10,6 +10,7 @@ of a link work at the same time. With C seconds of computing, L of copies, of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_tune.preview.feeding import Loss, outputs_of, size_of
-from hydra_tune.preview.rehearsal import Carried, Rehearsal, process_untouched
+from hydra_tune.preview.rehearsal import Carried, process_untouched
 from hydra_tune.schedule.plan import TrialPlan
 from hydra_tune.simulation.cost import ADAMW_BYTES_PER_WEIGHT, CostModel
 
@@ -54,27 +55,21 @@ def forward_flops(model: nn.Module, batch: Any, loss: Loss | None) -> int:
 
 
 def step_time(
-    cost: CostModel, rehearsal: Rehearsal, model: nn.Module, batch: Any, *, flops: int, source: str
+    cost: CostModel, plan: TrialPlan, carried: Carried, model: nn.Module, batch: Any, *, flops: int, source: str
 ) -> StepTime:
     """From a machine's rates. A backward takes twice the forward's arithmetic, for frozen weights once; where blocks
     repeat, the forward's once more."""
-    plan, trained = training_plan(rehearsal.plans), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = trained / max(1, sum(p.numel() for p in model.parameters()))
-    tasks_s = cost.task_s * len(plan.blocks)
-    forward_s = flops / cost.flops_per_s
-    backward_s = forward_s * (1 + share + (0 if plan.resident else _repeated_share(plan)))
+    tasks_s, forward_s = cost.task_s * len(plan.blocks), flops / cost.flops_per_s
+    backward_s = forward_s * (1 + share + (0 if plan.resident else _repeated_share(plan))) + tasks_s
+    forward_s += tasks_s
     optimizer_s = 0.0 if plan.resident else ADAMW_BYTES_PER_WEIGHT * trained / cost.host_bytes_per_s
-    return _step_time(cost, rehearsal.step, forward_s + tasks_s, backward_s + tasks_s, optimizer_s, batch, source)
-
-
-def _step_time(
-    cost: CostModel, carried: Carried, forward_s: float, backward_s: float, optimizer_s: float, batch: Any, source: str
-) -> StepTime:
     down_f, down_b = cost.promote_s(carried.forward_bytes), cost.promote_s(carried.backward_bytes)
     up = cost.spill_s(carried.gradient_bytes)
     copies_s = max(down_f + down_b, up)
     amount, unit = size_of(batch)
-    hides = max(down_f / forward_s, max(down_b, up) / backward_s) if forward_s and backward_s else 0.0
+    hides = max(down_f / forward_s, max(down_b, up) / backward_s) if forward_s else 0.0
     return StepTime(
         alone_s=max(forward_s, down_f) + max(backward_s, down_b, up) + optimizer_s,
         together_s=max(forward_s + backward_s, copies_s, optimizer_s),
@@ -83,7 +78,7 @@ def _step_time(
         optimizer_s=optimizer_s,
         amount=amount,
         unit=unit,
-        hides_at=-int(-amount * hides // 1),
+        hides_at=math.ceil(amount * hides),
         source=source,
     )
 

@@ -62,7 +62,9 @@ def train(memory, steps=4):
             model.train()
         del outputs, loss
         step, evaluation = (moved[-5], moved[-4]), (moved[-2], moved[-1])
-        return pool.report()["devices"][0], *([b - a for a, b in zip(*pair, strict=True)] for pair in (step, evaluation))
+        return pool.report()["devices"][0], *(
+            [b - a for a, b in zip(*pair, strict=True)] for pair in (step, evaluation)
+        )
 
 
 def planned(**options):

@@ -11,7 +11,7 @@ All figures come from rehearsals of a copy of the model in host memory (`rehears
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from hydra_tune.planning.optimizer_memory import training_bytes
 from hydra_tune.planning.refusals import refuse_unsupported
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.preview.feeding import batch_copy, copies_of
-from hydra_tune.preview.least_budget import least_rehearsal
+from hydra_tune.preview.least_budget import least_rehearsal, resident_rehearsal
 from hydra_tune.preview.plan_table import rows_of, text_of
 from hydra_tune.preview.rehearsal import Carried, Rehearsal, Script
 from hydra_tune.preview.step_time import StepTime, forward_flops, repeats, step_time, training_plan
@@ -163,9 +163,9 @@ def plan(
             refused.append(f"in {format_bytes(ample.budget_bytes)}: {ample.refusal}")
             return finished()
         least = least_rehearsal(script, ample)
-        resident_bytes = ample.needs.resident_bytes
+        resident = resident_rehearsal(script, ample)
         comfortable_bytes = max(least.budget_bytes, ample.needs.comfortable_bytes)
-        at = _rehearsal_in(script, budget_bytes or comfortable_bytes, ample, least)
+        at = _rehearsal_in(script, budget_bytes or comfortable_bytes, resident, least)
     except PrepareError as error:
         refused.append(str(error))
         return finished()
@@ -182,7 +182,7 @@ def plan(
     return finished(
         least_bytes=least.budget_bytes,
         comfortable_bytes=comfortable_bytes,
-        resident_bytes=max(resident_bytes, least.budget_bytes),
+        resident_bytes=resident.budget_bytes if resident is not ample else None,
         at_budget=placement,
         time=time,
     )
@@ -219,21 +219,19 @@ def _script(
     return Script(twin, stepped_by, batch_copy(batch), batch_copy(eval_batch), loss, as_gpu)
 
 
-def _rehearsal_in(script: Script, budget_bytes: int, ample: Rehearsal, least: Rehearsal) -> Rehearsal:
-    """A rehearsal in this budget, or in the ample one if the trial is resident in either."""
-    assert ample.needs is not None
+def _rehearsal_in(script: Script, budget_bytes: int, resident: Rehearsal, least: Rehearsal) -> Rehearsal:
+    """A rehearsal in this budget. In a larger one than a trial needs to be resident nothing is different."""
     if budget_bytes == least.budget_bytes:
         return least
-    if budget_bytes >= ample.needs.resident_bytes and all(plan.resident for plan in ample.plans):
-        ample.budget_bytes = budget_bytes
-        return ample
+    if budget_bytes >= resident.budget_bytes and resident.is_resident:
+        return replace(resident, budget_bytes=budget_bytes)
     return script.at(budget_bytes)
 
 
 def _placement(rehearsal: Rehearsal, script: Script) -> Placement:
     plan, num_bytes = training_plan(rehearsal.plans), rehearsal.budget_bytes
     counted = script.at(min(num_bytes, rehearsal.device["budget_bytes"]), counting=True)
-    reserved_bytes = (counted if plan.resident else rehearsal).device["peak_bytes"]
+    reserved_bytes = rehearsal.device["peak_bytes"]
     return Placement(
         budget_bytes=rehearsal.budget_bytes,
         resident=plan.resident,
@@ -246,8 +244,8 @@ def _placement(rehearsal: Rehearsal, script: Script) -> Placement:
         peak_bytes=min(reserved_bytes, counted.device["measured_peak_bytes"] + rehearsal.state_bytes),
         kept={} if plan.resident else {p.name: p.keeps for p in plan.blocks if p.keeps},
         repeated=() if plan.resident else tuple(p.name for p in plan.blocks if repeats(p)),
-        step=counted.step if plan.resident else rehearsal.step,  # a resident trial's first steps move it there
-        evaluation=counted.evaluation if plan.resident else rehearsal.evaluation,
+        step=rehearsal.step,
+        evaluation=rehearsal.evaluation,
     )
 
 

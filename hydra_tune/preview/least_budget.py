@@ -1,8 +1,8 @@
-"""Finds the least budget in which a trial trains and evaluates: the planner's arithmetic proposes, a rehearsal decides.
+"""Finds the least budget in which a trial trains and evaluates, and the least one in which it is resident.
 
-The arithmetic alone may be too low, as a first step may need more than later ones. It may be too high, as a small
-budget makes the planner cut the model finer. So a budget counts only if the rehearsal in it was not refused, and the
-search ends where one that is a hundredth smaller was.
+The planner's arithmetic proposes, a rehearsal decides. The arithmetic alone may be too low, as a first step may need
+more than later ones. It may be too high, as a small budget makes the planner cut the model finer. So a budget counts
+only if no rehearsal in it was refused, and the search for the least ends where one that is a hundredth smaller was.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from hydra_tune.preview.rehearsal import Rehearsal, Script
 
 _STEP = 0.99
 _MOST_TRIES = 14
+_MOST_RESIDENT_TRIES = 5
 
 
 def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
@@ -37,6 +38,22 @@ def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
         else:
             guess = (refused_bytes + best.budget_bytes) // 2
     return best
+
+
+def resident_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
+    """The rehearsal in the least budget in which a trial is resident, whatever the order of its first steps; `enough`
+    itself if none was found."""
+    assert enough.needs is not None
+    guess = enough.needs.resident_bytes
+    for _ in range(_MOST_RESIDENT_TRIES):
+        if guess >= enough.budget_bytes:
+            break
+        tried = [script.at(guess), *([script.at(guess, evaluations=1)] if script.has_both else [])]
+        if all(each.is_resident for each in tried):
+            return tried[0]
+        needed = [each.needs.resident_bytes for each in tried if each.needs is not None]
+        guess = max(guess + guess // 200, *needed, 0)
+    return enough
 
 
 def _proposed(rehearsal: Rehearsal) -> int:

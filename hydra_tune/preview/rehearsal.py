@@ -88,6 +88,10 @@ class Rehearsal:
     step: Carried = field(default_factory=Carried)
     evaluation: Carried = field(default_factory=Carried)
 
+    @property
+    def is_resident(self) -> bool:
+        return self.refusal is None and all(plan.resident for plan in self.plans)
+
 
 @dataclass(frozen=True)
 class Script:

@@ -14,6 +14,9 @@ from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.preview.budget_plan import plan
 from hydra_tune.preview.factory import plan_of_factory
 from hydra_tune.preview.feeding import loss_of, size_of
+from hydra_tune.preview.least_budget import least_rehearsal, resident_rehearsal
+from hydra_tune.preview.rehearsal import Needs, Rehearsal
+from hydra_tune.schedule.plan import TrialPlan
 from hydra_tune.simulation.cost import CostModel
 
 WIDTH, ROWS, EVAL_ROWS = 64, 8, 32
@@ -94,6 +97,44 @@ def test_a_trial_fits_the_least_budget_and_none_below_it(comfortable):
         train(int(comfortable.least_bytes * 0.98))
 
 
+class Played:
+    """A script whose trials fit from `least` bytes on, while the arithmetic proposes what `proposes` says."""
+
+    has_both = True
+
+    def __init__(self, least, proposes, resident=10_000, in_one_order_from=0):
+        self.least, self.proposes, self.resident, self.in_one_order_from = least, proposes, resident, in_one_order_from
+
+    def at(self, budget_bytes, *, evaluations=3):
+        fits = budget_bytes >= (self.least if evaluations == 3 else self.in_one_order_from)
+        needs = Needs(self.proposes(budget_bytes), 0, self.resident - 100, 0)
+        found = Rehearsal(budget_bytes, None if fits else BudgetError("no"), needs=needs)
+        found.plans = [TrialPlan(resident=budget_bytes >= self.resident)]
+        return found
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Played(6_000, lambda _: 5_000),  # a first step needs more than later ones
+        Played(6_000, lambda _: 5_950),
+        Played(6_000, lambda budget: 9_000 if budget > 9_000 else 6_000),  # a small budget is cut finer
+        Played(6_000, lambda _: 7_000),
+        Played(5_000, lambda _: 5_000, in_one_order_from=6_000),
+    ],
+)
+def test_the_least_budget_fits_and_what_is_a_hundredth_smaller_does_not(script):
+    found = least_rehearsal(script, script.at(100_000)).budget_bytes
+    assert 6_000 <= found <= 6_061
+
+
+def test_a_resident_budget_is_tried_out():
+    script = Played(6_000, lambda _: 6_000)
+    found = resident_rehearsal(script, script.at(100_000))
+    assert found.is_resident
+    assert 10_000 <= found.budget_bytes <= 10_050
+
+
 def test_from_the_resident_budget_on_a_trial_is_resident(comfortable):
     at = planned(memory=comfortable.resident_bytes).at_budget
     assert at.resident
@@ -106,7 +147,8 @@ def test_nothing_of_the_users_is_touched():
     (model, optimizer), (batch, eval_batch) = build(), batches()
     model(batch).mean().backward()
     optimizer.step()
-    hook = model[0].register_forward_hook(lambda *_: None)
+    hook = model[0].register_forward_hook(lambda *_: (random.random(), torch.rand(1)) and None)
+    torch._C._set_multithreading_enabled(True)  # `prepare` turns it off
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
     states = torch.get_rng_state(), random.getstate(), torch._C._is_multithreading_enabled()
     own = [set(vars(module)) for module in model.modules()], len(optimizer._optimizer_step_post_hooks)
@@ -122,6 +164,7 @@ def test_nothing_of_the_users_is_touched():
     assert _same(given, (batch, eval_batch))
     assert trial_of(model) is None
     hook.remove()
+    torch._C._set_multithreading_enabled(False)
 
 
 def _same(a, b):

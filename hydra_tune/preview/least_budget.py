@@ -16,7 +16,8 @@ _MOST_RESIDENT_TRIES = 5
 
 def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
     """The rehearsal in the least budget that was found, beginning from one in a budget that is `enough`."""
-    best, refused_bytes, guess, more = enough, 0, _proposed(enough), 0.03
+    best, refused_bytes, guess = enough, 0, _proposed(enough)
+    less, more = 1 - _STEP, 0.03  # how far to go from a budget that fits, and from one that does not
     for _ in range(_MOST_TRIES):
         tried, others = script.at(guess), []
         if tried.refusal is None:
@@ -32,7 +33,7 @@ def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
         if refused_bytes >= best.budget_bytes * _STEP - 1:
             break
         if refused_bytes == 0:
-            guess = int(best.budget_bytes * _STEP)
+            guess, less = int(best.budget_bytes * (1 - less)), 2 * less
         elif best is enough:  # mostly a little more is enough
             guess, more = min(int(refused_bytes * (1 + more)), best.budget_bytes), 2 * more
         else:

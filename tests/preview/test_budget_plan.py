@@ -186,6 +186,16 @@ def test_a_pool_gives_its_budget_and_runs_nothing():
         assert report["devices"][0]["peak_bytes"] == 0
 
 
+def test_for_a_pool_of_gpus_batches_and_gradients_on_their_way_count(comfortable):
+    with hydra_tune.ShardPool("cpu", "96KiB") as pool:
+        pool.devices[0].counts_as_gpu = pool.spills_behind = True  # as a CudaDevice has it
+        found = planned(pool=pool)
+    batch_bytes = ROWS * WIDTH * 4
+    assert found.least_bytes >= comfortable.least_bytes + 2 * batch_bytes + WIDTH * WIDTH * 4
+    assert found.resident_bytes > comfortable.resident_bytes
+    assert "a GPU" in found.how
+
+
 def test_host_bytes_are_what_prepare_takes():
     model, optimizer = build()
     found = plan(model, optimizer, batch=batches()[0])

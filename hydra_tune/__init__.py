@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hydra_tune.integrations.ray_tune.executor import HydraExecutor
     from hydra_tune.integrations.ray_tune.trainable import trainable
     from hydra_tune.pool.shard_pool import ShardPool
+    from hydra_tune.preview.budget_plan import plan
     from hydra_tune.simulation.simulate import simulate
     from hydra_tune.trials.preparation import prepare, release, resume_step
     from hydra_tune.trials.shared_base import share
@@ -48,6 +49,7 @@ __all__ = [
     "log_figures",
     "memory_constraint",
     "optimize",
+    "plan",
     "prepare",
     "release",
     "resume_step",
@@ -69,6 +71,7 @@ _HOME = {
     "log_figures": "hydra_tune.integrations.frameworks.figure_logger",
     "memory_constraint": "hydra_tune.integrations.optuna_runner.outcome",
     "optimize": "hydra_tune.integrations.optuna_runner.runner",
+    "plan": "hydra_tune.preview.budget_plan",
     "prepare": "hydra_tune.trials.preparation",
     "release": "hydra_tune.trials.preparation",
     "resume_step": "hydra_tune.trials.preparation",

@@ -85,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
     option("--no-copies", action="store_true", help="measure no copies, which takes a second or two")
     option("--json", action="store_true", help="all findings, for programs")
 
+    plan = commands.add_parser("plan", help="what a trial will need, before it runs")
+    plan.set_defaults(command=_plan)
+    option = plan.add_argument
+    option("where", metavar="MODULE:FACTORY", help="a function that returns a model, its optimizer and a batch")
+    option("--memory", help="of the device, such as 20GiB (the default pool's)")
+    option("--cost", type=Path, metavar="COST", help="what calibrate has written, for seconds")
+    option("--json", action="store_true", help="all figures, for programs")
+
     top = commands.add_parser("top", help="show the pools of a running process, and pause or stop their trials")
     top.set_defaults(command=_top)
     top.add_argument("pid", type=int, nargs="?", help="of the process (the only one that has a pool)")
@@ -102,6 +110,14 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("trial", help="its number, or its name")
         command.add_argument("--pid", type=int, help="of the process (the only one that has a pool)")
     return parser
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from hydra_tune.preview.factory import plan_of_factory
+
+    cost = None if options.cost is None else CostModel.load(options.cost)
+    found = plan_of_factory(options.where, memory=options.memory, cost=cost)
+    print(json.dumps(found.to_dict(), indent=1) if options.json else found)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ logger = logging.getLogger("hydra_tune")
 class CudaDevice(Device):
     """Keeps its budget by reservations alone. `measured_peak_bytes` is the count of PyTorch's allocator."""
 
+    counts_as_gpu = True
     is_virtual = False
     spills_behind = True
 

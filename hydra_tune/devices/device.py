@@ -52,6 +52,7 @@ class Arrival:
 class Device:
     """One device with an enforced budget. Slots are one-dimensional uint8 tensors."""
 
+    counts_as_gpu = False  # whether needs are counted as on a GPU: batches, an optimizer's foreach, tied weights
     is_virtual = True  # slots of one offset share memory; a trial's home may move between virtual devices
     link_bytes_per_s = 5e9  # what one core copies; used only to choose between plans
     # A promotion ahead is made in the device's copy thread from this size on; to wake that thread takes 0.1 ms.

@@ -76,7 +76,7 @@ class TrialMeter:
         On a virtual device a batch counts as none, for it still lies in the script's own memory. But it is known to
         be on the device, so that what operators make of it counts.
         """
-        takes_none = are_a_batch and self.device.is_virtual
+        takes_none = are_a_batch and not self.device.counts_as_gpu
         for tensor in tensors:
             for part in parts_of(tensor) if tensor.numel() else ():
                 storage = part.untyped_storage()

@@ -68,7 +68,7 @@ def held_bytes(trial: Trial, parameters: Sequence[nn.Parameter], *, trains: bool
     if not trains:
         return total
     total += sum(storage_bytes(p) for p in parameters if p.requires_grad)
-    foreach, left = not trial.device.is_virtual, {id(p): p for p in parameters}
+    foreach, left = trial.device.counts_as_gpu, {id(p): p for p in parameters}
     taken = []
     for optimizer in trial.optimizers:
         own = [left.pop(id(p)) for group in optimizer.param_groups for p in group["params"] if id(p) in left]

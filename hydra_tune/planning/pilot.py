@@ -196,7 +196,7 @@ class Pilot:
         trial, cut = self._trial, self._trial.planner.cut
         if operator is not _CAST and self._measurement is not None and self._measurement.is_running:
             self._measurement.note_reads(tensors)
-        if not trial.block_calls.are_expected or (trial.device.is_virtual and operator is not _CAST):
+        if not trial.block_calls.are_expected or (not trial.device.counts_as_gpu and operator is not _CAST):
             return
         if self._spilled[0] is not cut.blocks:
             own = {s._cdata: (b, p) for b in cut.blocks for p in b.slot_parameters for s in storages_of(p)}

@@ -29,7 +29,7 @@ from hydra_tune.schedule.plan import TrialPlan
 from hydra_tune.schedule.policy import Policy, policy_named
 from hydra_tune.show import timeline
 from hydra_tune.show.environment import environment
-from hydra_tune.show.report_page import Run, save_page
+from hydra_tune.show.report_page import RunRecord, save_page
 from hydra_tune.show.snapshot import PoolSnapshot
 from hydra_tune.simulation import workload
 from hydra_tune.simulation.workload import TrialWork
@@ -180,7 +180,7 @@ class ShardPool:
         with self.events.lock:
             report, spans = self.report(), self.timeline()
             memory = list(self.events.report.trace.memory)
-        run = Run(report, spans, memory, environment(), results or {}, figures, title)
+        run = RunRecord(report, spans, memory, environment(), results or {}, figures, title)
         return save_page(run, path)
 
     def workload(self) -> list[TrialWork]:

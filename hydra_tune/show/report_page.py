@@ -36,7 +36,7 @@ CAUSES = {
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What a report is made of.
 
     `report`       of `ShardPool.report`
@@ -70,13 +70,13 @@ def checked_page_path(given: str | os.PathLike[str]) -> Path:
     return path
 
 
-def save_page(run: Run, given: str | os.PathLike[str]) -> Path:
+def save_page(run: RunRecord, given: str | os.PathLike[str]) -> Path:
     path = checked_page_path(given)
     path.write_text(page(run), encoding="utf-8")
     return path
 
 
-def page(run: Run) -> str:
+def page(run: RunRecord) -> str:
     """The page as HTML."""
     plots, plotly = _plots(run.figures)
     return Template((_HERE / "report_page.html").read_text(encoding="utf-8")).substitute(
@@ -103,7 +103,7 @@ def _packed(text: str) -> str:
 # ---- the timeline's data ----
 
 
-def _data(run: Run) -> dict[str, Any]:
+def _data(run: RunRecord) -> dict[str, Any]:
     devices = run.report["devices"]
     end_s = max([run.report["elapsed_s"], *(span["end_s"] for span in run.spans)])
     memory: list[list[tuple[int, int]]] = [[] for _ in devices]
@@ -164,7 +164,7 @@ def _us(seconds: float) -> int:
 # ---- words and tables ----
 
 
-def _summary(run: Run) -> str:
+def _summary(run: RunRecord) -> str:
     trials, devices = run.report["trials"], run.report["devices"]
     busy_s = sum(device["busy_s"] for device in devices)
     stalled: defaultdict[str, float] = defaultdict(float)
@@ -180,7 +180,7 @@ def _summary(run: Run) -> str:
     return told + "."
 
 
-def _cards(run: Run) -> list[tuple[str, str]]:
+def _cards(run: RunRecord) -> list[tuple[str, str]]:
     devices, trials = run.report["devices"], run.report["trials"]
     whole_s = run.report["elapsed_s"] * len(devices) or 1.0
     cards = [
@@ -216,7 +216,7 @@ def _shares(device: Mapping[str, Any], elapsed_s: float) -> str:
     return f'<div>{escape(device["name"])}</div><div class="bar">{bars}</div><div class="legend">{words}</div>'
 
 
-def _table(run: Run) -> str:
+def _table(run: RunRecord) -> str:
     more = [key for key in dict.fromkeys(key for known in run.results.values() for key in known) if key != "state"]
     heads = ["trial", "state", *more, "steps", "ms/step", "weights", "shards", "promoted/step", "computed", "waited"]
     trials = sorted(run.report["trials"], key=lambda trial: (len(trial["name"]), trial["name"]))

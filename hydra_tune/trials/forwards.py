@@ -249,7 +249,7 @@ class Forwards:
             if forward_pass.ended_by is not None:
                 raise forward_pass.ended_by
             if pilot is not None:
-                kept = [outputs] if trial.device.is_virtual else [args, kwargs, args, kwargs, outputs]
+                kept = [args, kwargs, args, kwargs, outputs] if trial.device.counts_as_gpu else [outputs]
                 pilot.kept_bytes = max(pilot.kept_bytes, sum(map(storage_bytes, tensors_in(kept))))
             self._tasks.leave()
         except BaseException as error:

@@ -158,7 +158,7 @@ def test_a_search_is_shown_while_it_runs_and_its_trials_are_commanded(monkeypatc
             optimizer.step()
             trial.report(1.0, len(seen))
             if not seen:
-                (shown,) = top.look(os.getpid())
+                (shown,) = [pool for pool in top.look(os.getpid()) if pool.search]
                 seen.append(shown)
                 assert top.command(os.getpid(), "stop", "0") == "trial 0: stops at its next task"
 

@@ -13,7 +13,7 @@ import torch
 
 import hydra_tune
 from hydra_tune.show.environment import environment
-from hydra_tune.show.report_page import Run, columns, page, save_page
+from hydra_tune.show.report_page import RunRecord, columns, page, save_page
 from models import BUDGETS, WIDTH, Net
 
 
@@ -35,7 +35,7 @@ def span(kind="run", start_s=0.0, end_s=1.0, **more):
 
 def a_run(**more):
     report = {"elapsed_s": 10.0, "devices": [device()], "trials": [trial()]}
-    return Run(**{"report": report, "spans": [span()], **more})
+    return RunRecord(**{"report": report, "spans": [span()], **more})
 
 
 def data_of(text):
@@ -90,7 +90,7 @@ def test_a_page_of_a_hundred_thousand_tasks_is_small():
     memory = [(i % 2, spans[i]["start_s"], rng.randrange(10**9)) for i in range(0, 100_000, 2)]
     report = {"elapsed_s": max(now_s), "devices": [device(), device("cpu:1")], "trials": [trial(n) for n in range(8)]}
     figures = [("History", json.dumps({"data": [], "layout": {}}))]
-    text = page(Run(report, spans, memory, environment(), figures=figures))
+    text = page(RunRecord(report, spans, memory, environment(), figures=figures))
     assert len(text) < 3e6
     drawn = data_of(text)["memory"]
     assert max(used for _, used in drawn[0]) == max(used for number, _, used in memory if number == 0), (

@@ -1,0 +1,1 @@
+"""Says before a run what it would take: `hydra_tune.plan`."""

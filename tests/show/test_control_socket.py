@@ -147,6 +147,7 @@ def test_without_a_process_one_line_says_so(server, arguments, capsys):
 
 
 def test_a_search_is_shown_while_it_runs_and_its_trials_are_commanded(monkeypatch, server):
+    monkeypatch.setattr("hydra_tune.integrations.optuna_runner.live_attributes.control_server", server)
     pool = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"], seed=0)
     seen = []
 
@@ -158,7 +159,7 @@ def test_a_search_is_shown_while_it_runs_and_its_trials_are_commanded(monkeypatc
             optimizer.step()
             trial.report(1.0, len(seen))
             if not seen:
-                (shown,) = [pool for pool in top.look(os.getpid()) if pool.search]
+                (shown,) = top.look(os.getpid())
                 seen.append(shown)
                 assert top.command(os.getpid(), "stop", "0") == "trial 0: stops at its next task"
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hydra_tune.calibration import calibrate
     from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, PoolClosedError, PrepareError, TrialStopped
     from hydra_tune.integrations.frameworks.figure_logger import log_figures
-    from hydra_tune.integrations.frameworks.study_report import save_report
+    from hydra_tune.integrations.frameworks.study_report import plot_timeline, save_report
     from hydra_tune.integrations.hugging_face.trainer_callback import HydraTrainerCallback
     from hydra_tune.integrations.hugging_face.trainer_search import hyperparameter_search
     from hydra_tune.integrations.lightning_trainer.lightning_callback import HydraLightningCallback
@@ -50,6 +50,7 @@ __all__ = [
     "memory_constraint",
     "optimize",
     "plan",
+    "plot_timeline",
     "prepare",
     "release",
     "resume_step",
@@ -72,6 +73,7 @@ _HOME = {
     "memory_constraint": "hydra_tune.integrations.optuna_runner.outcome",
     "optimize": "hydra_tune.integrations.optuna_runner.runner",
     "plan": "hydra_tune.preview.budget_plan",
+    "plot_timeline": "hydra_tune.integrations.frameworks.study_report",
     "prepare": "hydra_tune.trials.preparation",
     "release": "hydra_tune.trials.preparation",
     "resume_step": "hydra_tune.trials.preparation",

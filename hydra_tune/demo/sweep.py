@@ -1,8 +1,9 @@
 """The demo: eight trials, none of which fits its device, four at a time; and the proof that their numbers are exact.
 
-It is an ordinary Optuna study over an ordinary training loop. Afterwards the best trial is trained again, alone and in
-plain PyTorch, and compared bit for bit. On a GPU this needs two things. Operators must be deterministic. And the plain
-optimizer, too, must step on the host, since a GPU rounds differently.
+First it says what plain PyTorch says on a device of that size. Then it is an ordinary Optuna study over an ordinary
+training loop, shown as any search is, with a report at the end. Afterwards the best trial is trained again, alone and
+in plain PyTorch, and compared bit for bit. On a GPU this needs two things. Operators must be deterministic. And the
+plain optimizer, too, must step on the host, since a GPU rounds differently.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from torch.utils.data import DataLoader
 import hydra_tune
 from hydra_tune.config import format_bytes
 from hydra_tune.demo.gpt import GPT
-from hydra_tune.demo.page import write_page
 from hydra_tune.demo.text import Windows, documentation
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.meter import TrialMeter
 
 DEPTHS = (12, 14, 16)
 CONTEXT = 64
@@ -178,6 +180,7 @@ def _run(settings: Settings, folder: Path, say: Callable[[str], None], torch_dev
     sizes = f"{format_bytes(weights[0])} to {format_bytes(weights[-1])} of weights"
     say(f"models    {DEPTHS[0]} to {DEPTHS[-1]} layers, {sizes}")
     say(f"device    {device.name} with {format_bytes(device.budget_bytes)}: no model fits, and four share it")
+    say(f"plain     PyTorch there: {error_of_plain_pytorch(device)}")
     start = time.perf_counter()
     study, records = sweep(settings, pool, text, say)
     sweep_s = time.perf_counter() - start
@@ -205,7 +208,7 @@ def _run(settings: Settings, folder: Path, say: Callable[[str], None], torch_dev
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=1))
-    write_page(folder / "report.html", report, pool.timeline())
+    hydra_tune.save_report(pool, folder / "report.html", study)
     pool.close()
     say(f"report    {folder / 'report.html'} and report.json, after {report['total_s']:.0f} s")
     return report
@@ -216,17 +219,23 @@ def sweep(
 ) -> tuple[optuna.Study, dict[int, TrialRecord]]:
     """Run the study; returns it, and the record of each trial by its number."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    logging.getLogger("hydra_tune").setLevel(logging.WARNING)  # the demo prints lines of its own
+    logger, handler = logging.getLogger("hydra_tune"), SayHandler(say)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    is_live = sys.stderr.isatty()  # then a table shows how each trial is
     records: dict[int, TrialRecord] = {}
 
     def objective(trial: optuna.Trial) -> float:
         record = records[trial.number] = TrialRecord(trial.number, suggest(trial))
-        say(f"trial {trial.number}   starts with {format_config(record.config)}")
+        if not is_live:
+            say(f"trial {trial.number}   starts with {format_config(record.config)}")
 
         def report(step: int, value: float) -> None:
             trial.report(value, step)
-            loss = f"loss {record.losses[-1]:.3f}"
-            say(f"trial {trial.number}   step {step:>3}  {loss}  validation {value:.3f} bits per byte")
+            if not is_live:
+                loss = f"loss {record.losses[-1]:.3f}"
+                say(f"trial {trial.number}   step {step:>3}  {loss}  validation {value:.3f} bits per byte")
             if trial.should_prune():
                 raise optuna.TrialPruned
 
@@ -234,9 +243,45 @@ def sweep(
 
     # TPE's default of ten random trials is more than the sweep has
     sampler = optuna.samplers.TPESampler(seed=settings.seed, n_startup_trials=CONCURRENCY)
-    study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.NopPruner())
-    hydra_tune.HydraTrialRunner(pool, concurrency=CONCURRENCY).optimize(study, objective, n_trials=settings.trials)
+    study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.NopPruner(), study_name="hydra_tune demo")
+    try:
+        hydra_tune.HydraTrialRunner(pool, concurrency=CONCURRENCY).optimize(study, objective, n_trials=settings.trials)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
     return study, records
+
+
+class SayHandler(logging.Handler):
+    """What hydra_tune logs is said as the demo's own lines are."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for line in record.getMessage().splitlines():
+            self._say(f"          {line}")
+
+
+def error_of_plain_pytorch(device: Device) -> str:
+    """What plain PyTorch says if the smallest model is moved to a device with this budget. A virtual device counts the
+    weights; a GPU is limited to the budget meanwhile."""
+    model = GPT(depth=DEPTHS[0], context=CONTEXT)
+    try:
+        if device.is_virtual:
+            TrialMeter(Device(device.number, device.budget_bytes), 0, always=True).add(model.parameters())
+        else:
+            with torch.cuda.device(device.torch_device):
+                whole_bytes = torch.cuda.get_device_properties(device.torch_device).total_memory
+                torch.cuda.set_per_process_memory_fraction(device.budget_bytes / whole_bytes)
+                try:
+                    model.to(device.torch_device)
+                finally:
+                    torch.cuda.set_per_process_memory_fraction(1.0)
+    except torch.OutOfMemoryError as error:
+        return f"OutOfMemoryError: {str(error).split('. ')[0]}."
+    return "no error"
 
 
 def prove(

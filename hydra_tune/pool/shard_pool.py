@@ -35,6 +35,8 @@ from hydra_tune.simulation import workload
 from hydra_tune.simulation.workload import TrialWork
 
 if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
     from hydra_tune.trials.trial import Trial
 
 _SEED_STRIDE = 1_000_003  # seeds of neighbouring trials lie apart
@@ -182,6 +184,15 @@ class ShardPool:
             memory = list(self.events.report.trace.memory)
         run = RunRecord(report, spans, memory, environment(), results or {}, figures, title)
         return save_page(run, path)
+
+    def plot_timeline(self) -> Figure:
+        """A plotly figure of `timeline()`, with the memory of each device below, for a notebook.
+
+        Raises:
+            ConfigError: plotly is not installed.
+        """
+        names = [device.name for device in self.devices]
+        return timeline.figure(self.timeline(), names, list(self.events.report.trace.memory))
 
     def workload(self) -> list[TrialWork]:
         """What the trials so far have taken, for `hydra_tune.simulate` with other devices or another policy. It has the

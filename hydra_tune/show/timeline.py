@@ -33,6 +33,8 @@ STREAMS = ("compute", "copies (promote)", "copies (spill)")
 _STREAM = {"run": 0, "stall": 0, "promote": 1, "spill": 2}  # index into STREAMS, by kind
 _HATCH = {"run": "", "stall": "", "promote": "/", "spill": "\\"}
 _GREY = "#b0b0b0"  # of stalls; trials have saturated colours
+_LEGEND = "Visits to shards, coloured by trial. Hatched: copies. Grey: a device had trials, and computed for none."
+MOST_BARS = 1500  # in a row of a figure; a browser is slow with many more
 _GOLDEN_DEGREES = 137.508  # between the hues of trials that follow each other: none repeats, and they differ much
 
 
@@ -67,11 +69,13 @@ def chrome_trace(spans: Iterable[Span], device_names: Sequence[str]) -> dict[str
     return {"traceEvents": metadata + events, "displayTimeUnit": "ms"}
 
 
-def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
+def figure(spans: Iterable[Span], device_names: Sequence[str], memory: Sequence[tuple[int, float, int]] = ()) -> Figure:
     """A plotly figure of the spans. Rows are devices, each followed by its copy streams. Bars are visits to shards.
 
     A trial has the same colour in every figure. Promotions and spills are hatched, stalls are grey. A click in the
-    legend hides a trial. Zooming is along time only.
+    legend hides a trial. Zooming is along time only. Of a row with more than `MOST_BARS` spans, those that follow each
+    other closely are drawn as one bar of the trial that has most of it. With `memory`, (device, seconds, bytes used)
+    whenever that changed, a line for each device is below.
     """
     try:
         import plotly.graph_objects as go
@@ -81,7 +85,7 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
             '"hydra-tune[timeline]", or save a .json for ui.perfetto.dev.'
         ) from error
     spans_of: defaultdict[float, list[Span]] = defaultdict(list)  # by trial; stalls last, under infinity
-    for span in _drawn(spans):
+    for span in _fewer(_drawn(spans)):
         spans_of[inf if span["kind"] == "stall" else span["trial"]].append(span)
     bars = [
         {
@@ -102,18 +106,64 @@ def figure(spans: Iterable[Span], device_names: Sequence[str]) -> Figure:
         for trial, group in sorted(spans_of.items())
     ]
     labels = [label for name in device_names for label in (name, *STREAMS[1:])]
+    layout: dict[str, Any]
     axis = {"tickvals": list(range(len(labels))), "ticktext": labels, "range": [len(labels) - 0.5, -0.5]}
     layout = {
         "template": "none",  # the default one makes plotly 6 warn
         "barmode": "overlay",
         "hovermode": "closest",
+        "title": {"text": _LEGEND, "font": {"size": 13}, "x": 0},
         "showlegend": True,
         "height": 160 + 32 * len(labels),
         "margin": {"l": 160},
         "xaxis": {"title": {"text": "seconds"}},
         "yaxis": {**axis, "fixedrange": True, "zeroline": False},
     }
-    return go.Figure([go.Bar(bar) for bar in bars], layout)
+    if memory:
+        layout |= {"yaxis": {**layout["yaxis"], "domain": [0.32, 1.0]}, "height": layout["height"] + 200}
+        layout["yaxis2"] = {
+            "domain": [0.0, 0.24],
+            "title": {"text": "MiB used"},
+            "fixedrange": True,
+            "rangemode": "tozero",
+        }
+    lines = [_memory_line(number, name, memory) for number, name in enumerate(device_names) if memory]
+    return go.Figure([*(go.Bar(bar) for bar in bars), *(go.Scattergl(line) for line in lines)], layout)
+
+
+def _memory_line(device: int, name: str, memory: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
+    samples = [(at_s, used_bytes / 2**20) for number, at_s, used_bytes in memory if number == device]
+    x, y = [at_s for at_s, _ in samples], [used_mib for _, used_mib in samples]
+    return {"x": x, "y": y, "name": f"memory of {name}", "yaxis": "y2", "mode": "lines", "line": {"shape": "hv"}}
+
+
+def _fewer(spans: list[Span]) -> list[Span]:
+    """Spans of rows that have too many are put together: of each of `MOST_BARS` equal times, those that begin in it."""
+    rows: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
+    for span in spans:
+        rows[span["device"], _STREAM[span["kind"]]].append(span)
+    begin_s, end_s = (spans[0]["start_s"], max(span["end_s"] for span in spans)) if spans else (0.0, 0.0)
+    found: list[Span] = []
+    for row in rows.values():
+        if len(row) <= MOST_BARS:
+            found += row
+            continue
+        groups: defaultdict[int, list[Span]] = defaultdict(list)
+        for span in row:
+            groups[int((span["start_s"] - begin_s) / (end_s - begin_s) * MOST_BARS)].append(span)
+        found += [_together(group) for group in groups.values()]
+    return sorted(found, key=_TIMES)
+
+
+def _together(group: list[Span]) -> Span:
+    """One span for all of the group, of the trial and kind that has most of its time."""
+    shares: defaultdict[tuple[Any, ...], float] = defaultdict(float)
+    for span in group:
+        shares[span["kind"], span["trial"], span.get("cause", "")] += span["end_s"] - span["start_s"]
+    kind, trial, cause = max(shares, key=lambda key: shares[key])
+    most = next(s for s in group if (s["kind"], s["trial"], s.get("cause", "")) == (kind, trial, cause))
+    times = {"start_s": group[0]["start_s"], "end_s": max(span["end_s"] for span in group)}
+    return most if len(group) == 1 else {**most, **times, "of": len(group)}
 
 
 def save(spans: Iterable[Span], device_names: Sequence[str], path: str | PathLike[str]) -> Path:
@@ -166,4 +216,5 @@ def _hover(span: Span) -> str:
     start_s, end_s = span["start_s"], span["end_s"]
     copy = f", {span['kind']}" if span["kind"] in ("promote", "spill") else ""
     step = f", step {span['step']}" if span.get("step") else ""  # a stall has none
-    return f"{_label(span)}{copy}{step}<br>{start_s:.6f} to {end_s:.6f} s ({(end_s - start_s) * 1e3:.3f} ms)"
+    several = f" and others, {span['of']} in all" if "of" in span else ""
+    return f"{_label(span)}{copy}{step}{several}<br>{start_s:.6f} to {end_s:.6f} s ({(end_s - start_s) * 1e3:.3f} ms)"

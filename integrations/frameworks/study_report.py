@@ -12,6 +12,7 @@ from hydra_tune.pool.shard_pool import ShardPool
 
 if TYPE_CHECKING:
     import optuna
+    from plotly.graph_objects import Figure
 
 logger = logging.getLogger("hydra_tune")
 _PLOTS = {
@@ -22,6 +23,11 @@ _PLOTS = {
     "Slices": "plot_slice",
     "Pareto front": "plot_pareto_front",
 }
+
+
+def plot_timeline(pool: ShardPool) -> Figure:
+    """`ShardPool.plot_timeline`: who had the devices when, as a plotly figure."""
+    return pool.plot_timeline()
 
 
 def save_report(pool: ShardPool, path: str | os.PathLike[str], study: optuna.Study | None = None) -> Path:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 
 import optuna
 import pytest
@@ -30,11 +29,11 @@ def test_quick_demo(tmp_path):
     for trial in report["pool"]["trials"]:
         assert len(trial["shards"]) >= 8
         assert trial["promoted_bytes"] / trial["steps"] >= trial["weight_bytes"] / 2
+    assert "plain     PyTorch there: OutOfMemoryError: cpu:0 (virtual) holds" in done.stdout
+    assert "GPT is spilled, in" in done.stdout and "4 trials in " in done.stdout and "devices computed" in done.stdout
     page = (tmp_path / "report.html").read_text()
-    drawings = [
-        ET.fromstring(part[: part.index("</svg>") + 6]) for part in page.split("<svg")[1:] for part in ["<svg" + part]
-    ]
-    assert [len(d) > 4 for d in drawings] == [True, True]
+    assert "<title>hydra_tune demo</title>" in page and "Optimization history" in page
+    assert all(f"</span>trial {trial['number']}</td>" in page for trial in report["trials"])
 
 
 def test_lines_of_several_trials_stay_whole(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import hydra_tune
 from comparison import Script
 from hydra_tune.pool.trace import Trace
-from hydra_tune.show.timeline import STREAMS, chrome_trace, figure, save
+from hydra_tune.show.timeline import MOST_BARS, STREAMS, chrome_trace, figure, save
 from models import BUDGETS
 
 NAMES = ["left", "right"]
@@ -178,7 +178,7 @@ def test_many_spans_make_no_more_traces_than_trials():
     spans = [span(kinds[i % 4], i, i + 1, trial=i % 7) for i in range(20_000)]
     drawn = figure(spans, ["only"])
     assert len(drawn.data) == 8
-    assert sum(len(bar.x) for bar in drawn.data) == 20_000
+    assert sum(len(bar.x) for bar in drawn.data) <= 3 * MOST_BARS
     assert drawn.layout.shapes == drawn.layout.annotations == ()
 
 
@@ -262,3 +262,17 @@ def test_a_trace_forgets_its_oldest_spans_and_keeps_the_totals(monkeypatch):
         trace.note_stall(0, start_s, start_s + 1, "memory")
     assert [span.start_s for span in trace.spans] == [2, 3, 4]
     assert trace.devices[0].stalled_s == 5
+
+
+def test_a_row_of_many_spans_is_drawn_by_fewer_and_memory_is_a_line_below():
+    many = [span("run", i * 1e-3, (i + 0.9) * 1e-3, trial=int(i % 3 == 0)) for i in range(30_000)]
+    many.append(span("stall", 10.0, 10.5, trial=-1, cause="memory"))
+    samples = [(0, 0.0, 0), (0, 1.0, 2**21), (1, 2.0, 2**20)]
+    drawn = figure(many, ["cpu:0", "cpu:1"], samples)
+    bars = [bar for bar in drawn.data if isinstance(bar, go.Bar)]
+    assert sum(len(bar.x) for bar in bars) <= MOST_BARS + 1
+    assert {bar.name for bar in bars} == {"trial 0", "stalled"}, "of the trial that has most of each time"
+    assert "and others, 20 in all" in bars[0].hovertext[0]
+    first, second = (line for line in drawn.data if not isinstance(line, go.Bar))
+    assert (first.name, list(first.x), list(first.y)) == ("memory of cpu:0", [0.0, 1.0], [0.0, 2.0])
+    assert list(second.y) == [1.0] and drawn.layout.yaxis2.domain[1] < drawn.layout.yaxis.domain[0]

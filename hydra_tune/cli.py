@@ -15,6 +15,7 @@ from hydra_tune.config import check_folder
 from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError
 from hydra_tune.show.control_socket import COMMANDS
 from hydra_tune.show.live_table import live_table
+from hydra_tune.show.run_file import report_of_file
 from hydra_tune.show.timeline import checked_path, save
 from hydra_tune.show.top import command, look, process_to_show, show
 from hydra_tune.simulation.baselines import baselines_s
@@ -93,6 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--cost", type=Path, metavar="COST", help="what calibrate has written, for seconds")
     option("--json", action="store_true", help="all figures, for programs")
 
+    report = commands.add_parser("report", help="a page on a run that ShardPool(record=..) has recorded")
+    report.set_defaults(command=_report)
+    report.add_argument("run", type=Path, metavar="RUN", help="the file of the recording")
+    report.add_argument("-o", "--out", type=Path, metavar="OUT", help="a .html (RUN's name)")
+
     top = commands.add_parser("top", help="show the pools of a running process, and pause or stop their trials")
     top.set_defaults(command=_top)
     top.add_argument("pid", type=int, nargs="?", help="of the process (the only one that has a pool)")
@@ -138,6 +144,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _devices_in(text: str) -> str | list[str]:
     return text if text == "auto" else text.split(",")
+
+
+def _report(options: argparse.Namespace) -> None:
+    print(f"written to {report_of_file(options.run, options.out)}")
 
 
 def _top(options: argparse.Namespace) -> None:

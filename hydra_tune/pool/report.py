@@ -29,6 +29,7 @@ class Report:
         self.lock = lock
         self.trace = Trace()
         self.clocks = [TaskClock(self.trace, device) for device in devices]
+        self._told: tuple[Any, Any] = (None, None)  # the last span and sample of memory that `news` has told
         self._devices = devices
         self._machine = machine
         self._table = table
@@ -102,3 +103,15 @@ class Report:
         """The trace's spans, each with the name of its trial."""
         names = {number: summary["name"] for number, summary in self._table.summaries.items()}
         return [{**span._asdict(), "name": names.get(span.trial, "")} for span in self.trace.spans]
+
+    def news(self, state_of: Callable[[int], str]) -> dict[str, Any]:
+        """What there is since the last call: spans and samples of memory; and devices and trials as they are now."""
+        spans, samples = self.trace.since(*self._told)
+        self._told = (spans or [self._told[0]])[-1], (samples or [self._told[1]])[-1]
+        return {
+            "elapsed_s": self.trace.now_s(),
+            "spans": spans,
+            "memory": samples,
+            "devices": self.of_devices(),
+            "trials": self.of_trials(state_of),
+        }

@@ -6,8 +6,10 @@ Trials use its `events` (`event_loop.py`), and share what they have measured in 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ from hydra_tune.schedule.policy import Policy, policy_named
 from hydra_tune.show import timeline
 from hydra_tune.show.environment import environment
 from hydra_tune.show.report_page import RunRecord, save_page
+from hydra_tune.show.run_file import RunRecorder
 from hydra_tune.show.snapshot import PoolSnapshot
 from hydra_tune.simulation import workload
 from hydra_tune.simulation.workload import TrialWork
@@ -54,6 +57,8 @@ class ShardPool:
             wait in `prepare`. ``"auto"``: the host's free memory without the budgets of virtual devices.
         policy: the order in which ready tasks get devices, an object of `hydra_tune.schedule.policy` or its name.
         seed: trials without a seed of their own derive theirs from it; `torch.initial_seed()` if None.
+        record: a file to which the run is written as it happens. ``hydra-tune report FILE`` makes a page of it, also
+            after a crash. A file that there is is continued.
 
     Raises:
         ConfigError: unknown devices or policy, or budgets that are not bytes or exceed the memory that there is.
@@ -67,6 +72,7 @@ class ShardPool:
         host_memory: int | str = "auto",
         policy: Policy | str = "sharded-lrtf",
         seed: int | None = None,
+        record: str | PathLike[str] | None = None,
     ) -> None:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ConfigError(f"seed is an int or None, got {seed!r}.")
@@ -92,6 +98,9 @@ class ShardPool:
         self._snapshots = Snapshots(opened, machine, self.events.table, self.events.report, self.events.waiting)
         self.known = KnownArchitectures(self.events.lock)
         self.shared_weights = self.events.shared_weights
+        self._recorder = None if record is None else RunRecorder(record, partial(_news, self.events))
+        if self._recorder is not None:
+            weakref.finalize(self, self._recorder.end).atexit = False
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -231,12 +240,22 @@ class ShardPool:
         """Stop every live trial at its next task boundary and refuse new ones. May be called twice."""
         self.events.close()
         self.shared_weights.kept_bases.clear()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def __enter__(self) -> ShardPool:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _news(events: EventLoop) -> dict[str, Any]:
+    """For a recording. It holds no pool, which may be garbage collected meanwhile."""
+    with events.lock:
+        events.end_abandoned()
+        events.settle()
+        return events.report.news(events.waiting.state_of)
 
 
 _default_pool: ShardPool | None = None

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
+from itertools import starmap, takewhile
 from typing import Any, NamedTuple
 
 from hydra_tune.devices.device import Device
@@ -85,6 +85,10 @@ class Trace:
     def spans(self) -> list[Span]:
         return list(starmap(Span, self._spans))
 
+    def since(self, span: Any, sample: Any) -> tuple[list[tuple[Any, ...]], list[tuple[int, float, int]]]:
+        """The spans and the samples of memory after these two, the last of an earlier call; None for all."""
+        return _after(self._spans, span), _after(self.memory, sample)
+
     def now_s(self) -> float:
         return time.perf_counter() - self._start
 
@@ -131,6 +135,12 @@ class Trace:
         of_device, of_trial = self.devices[device].__dict__, self.trials[trial].__dict__
         of_device[what] += num_bytes
         of_trial[what] += num_bytes
+
+
+def _after(noted: deque[Any], last: Any) -> list[Any]:
+    newer = list(takewhile(lambda each: each is not last, reversed(noted)))
+    newer.reverse()
+    return newer
 
 
 class TaskClock:

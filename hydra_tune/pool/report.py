@@ -64,7 +64,11 @@ class Report:
 
     def of_devices(self) -> list[dict[str, Any]]:
         return [
-            {key: getattr(device, key) for key in _DEVICE_KEYS} | asdict(self.trace.devices[device.number])
+            {
+                **{key: getattr(device, key) for key in _DEVICE_KEYS},
+                **asdict(self.trace.devices[device.number]),
+                "stalled_by": dict(self.trace.stalls[device.number]),
+            }
             for device in self._devices
         ]
 
@@ -91,6 +95,7 @@ class Report:
         return [
             {
                 "trial": number,
+                "shared_weights": (),
                 **deepcopy(summary),
                 "state": state_of(number),
                 "reserved_bytes": self._machine.reserved_bytes(number) if number in self._machine.trials else 0,

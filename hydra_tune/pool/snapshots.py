@@ -96,7 +96,7 @@ class Snapshots:
             computes=self._name(computes),
             promotes=self._name(on_their_way[0] if on_their_way else None),
             busy_s=totals.busy_s,
-            stalled_by=dict(totals.stalled_by),
+            stalled_by=dict(self._report.trace.stalls[device.number]),
         )
 
     def _name(self, number: int | None) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import starmap, takewhile
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from hydra_tune.pool.lease import Ran
 from hydra_tune.schedule.plan import Task
 from hydra_tune.schedule.state import NO_TRIAL
 
-MAX_SPANS = 200_000  # the oldest are forgotten first
+MAX_SPANS, MAX_SAMPLES = 200_000, 100_000  # the oldest are forgotten first
 LATE_HOST = "launch"  # the cause of a GPU's stall that the scheduler did not see: the host had launched nothing
 BETWEEN = "no ready task"  # the cause of a stall within a long lease
 _LEAST_STALL_S = 2e-5
@@ -54,7 +54,6 @@ class Totals:
 
     busy_s      tasks ran
     stalled_s   a device had trials, but ran no task; or a trial had a ready task that waited
-    stalled_by  of a device: the same by cause
     """
 
     promoted_bytes: int = 0
@@ -62,11 +61,6 @@ class Totals:
     dropped_bytes: int = 0
     busy_s: float = 0.0
     stalled_s: float = 0.0
-    stalled_by: dict[str, float] = field(default_factory=dict)
-
-    def stall(self, seconds: float, cause: str) -> None:
-        self.stalled_s += seconds
-        self.stalled_by[cause] = self.stalled_by.get(cause, 0.0) + seconds
 
 
 class Trace:
@@ -75,10 +69,12 @@ class Trace:
     def __init__(self) -> None:
         # Plain tuples: the garbage collector stops tracking them, so that its full collections stay rare.
         self._spans: deque[tuple[Any, ...]] = deque(maxlen=MAX_SPANS)
-        self.memory: deque[tuple[int, float, int]] = deque(maxlen=MAX_SPANS)  # device, when, bytes used from then on
+        self.memory: deque[tuple[int, float, int]] = deque(maxlen=MAX_SAMPLES)  # device, when, bytes used from then on
         self._used_bytes: dict[int, int] = {}  # by device, the last of these
         self.devices: defaultdict[int, Totals] = defaultdict(Totals)
         self.trials: defaultdict[int, Totals] = defaultdict(Totals)
+        self.stalls: defaultdict[int, defaultdict[str, float]]  # by device, then by cause: seconds
+        self.stalls = defaultdict(lambda: defaultdict(float))
         self._start = time.perf_counter()
 
     @property
@@ -112,7 +108,8 @@ class Trace:
 
     def note_stall(self, device: int, start_s: float, end_s: float, cause: str) -> None:
         self._spans.append(("stall", device, -1, -1, "", start_s, end_s, cause, 0))
-        self.devices[device].stall(end_s - start_s, cause)
+        self.devices[device].stalled_s += end_s - start_s
+        self.stalls[device][cause] += end_s - start_s
 
     def note_long_lease(self, device: int, trial: int, tasks: Sequence[Ran], since_s: float) -> tuple[float, float]:
         """Add the tasks of a long lease, and the device's stalls before each of them, the first since `since_s`.
@@ -126,7 +123,8 @@ class Trace:
             busy_s += end_s - start_s
             since_s = end_s
         if stalled_s:
-            self.devices[device].stall(stalled_s, BETWEEN)
+            self.devices[device].stalled_s += stalled_s
+            self.stalls[device][BETWEEN] += stalled_s
         self.devices[device].busy_s += busy_s
         self.trials[trial].busy_s += busy_s
         return busy_s, since_s

@@ -87,7 +87,6 @@ class Trial:
         self.events = pool.events
         self.lease = lease = pool.events.table.leases[number]
         self.summary = {"name": name, "device": home.name, "steps": 0, "state": "live", **summary_of(TrialPlan())}
-        self.summary["shared_weights"] = ()
         self.of_runner = False  # a runner's trial ends with its objective
         self.alone = False  # has a device for itself and is spilled there: it has run out of memory beside others
         self.resumption: Resumption | None = None  # the runner's, if it writes checkpoints

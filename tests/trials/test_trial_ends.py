@@ -553,6 +553,7 @@ def leave_flat(concurrency):
             tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
             if total in (200, 1000):
                 pool.events.report.trace._spans.clear()  # bounded, and the more the longer trials wait for each other
+                pool.events.report.trace.memory.clear()  # likewise
                 trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
                 trim(0)  # what the allocator keeps for later is nobody's: 5 to 30 MiB, by chance
                 print(json.dumps([psutil.Process().memory_info().rss / 2**20, tensors]))

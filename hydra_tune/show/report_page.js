@@ -267,8 +267,8 @@ function sortable(table) {
     head.onclick = () => {
       up = !up
       const key = row => row.cells[column].dataset.value ?? row.cells[column].textContent
-      const number = row => { const value = parseFloat(key(row)); return isNaN(value) ? -Infinity : value }
-      const rows = [...body.rows].sort((a, b) => column ? number(a) - number(b) : key(a).localeCompare(key(b), undefined, {numeric: true}))
+      const order = (a, b) => isFinite(a) && isFinite(b) && a !== "" && b !== "" ? a - b : a.localeCompare(b, undefined, {numeric: true})
+      const rows = [...body.rows].sort((a, b) => order(key(a), key(b)))
       body.append(...(up ? rows : rows.reverse()))
     }
   })

@@ -225,14 +225,16 @@ def _table(run: RunRecord) -> str:
 
 
 def _row(trial: Mapping[str, Any], known: Mapping[str, Any], more: Sequence[str]) -> str:
+    trial = {"steps": 0, "resident": False, "shards": (), "weight_bytes": 0, **trial}  # it may wait for host memory yet
     steps = max(1, trial["steps"])
     how = "resident" if trial["resident"] else "spilled"
     state = str(known.get("state", trial["state"]))
-    cells: list[tuple[str, Any]] = [(f"{state}, {how}" if trial["shards"] else state, "")]
+    shown = f"{state}, {how}" if trial["shards"] else state
+    cells: list[tuple[str, Any]] = [(shown, shown)]
     cells += [(_of_result(known.get(key)), known.get(key, "")) for key in more]
     cells += [
         (str(trial["steps"]), trial["steps"]),
-        (f"{1e3 * (trial['busy_s'] + trial['stalled_s']) / steps:.3g}", trial["busy_s"] + trial["stalled_s"]),
+        (f"{1e3 * (trial['busy_s'] + trial['stalled_s']) / steps:.3g}", (trial["busy_s"] + trial["stalled_s"]) / steps),
         (format_bytes(trial["weight_bytes"]), trial["weight_bytes"]),
         (str(len(trial["shards"])), len(trial["shards"])),
         (format_bytes(trial["promoted_bytes"] // steps), trial["promoted_bytes"] / steps),

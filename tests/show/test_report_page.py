@@ -98,6 +98,13 @@ def test_a_page_of_a_hundred_thousand_tasks_is_small():
     )
 
 
+def test_a_trial_that_waits_for_host_memory_is_a_row():
+    """It has made no step, and has no plan yet."""
+    waits = {"trial": 1, "name": "trial 1", "state": "waits for 3 MiB of host memory", "promoted_bytes": 0}
+    report = {"elapsed_s": 1.0, "devices": [device()], "trials": [trial(), {**waits, "busy_s": 0.0, "stalled_s": 0.0}]}
+    assert "waits for 3 MiB of host memory" in page(a_run(report=report))
+
+
 def test_a_report_is_a_html_in_a_folder_that_there_is(tmp_path):
     assert save_page(a_run(), tmp_path / "a.html").read_text().startswith("<!doctype html>")
     with pytest.raises(hydra_tune.ConfigError, match=r'got \'a.pdf\'\. Write "a\.html"'):

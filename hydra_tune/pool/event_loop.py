@@ -45,7 +45,7 @@ from hydra_tune.process.interrupts import interrupts
 from hydra_tune.schedule import events as e
 from hydra_tune.schedule.ledger import SHARED
 from hydra_tune.schedule.machine import Machine
-from hydra_tune.schedule.plan import Task, TrialPlan
+from hydra_tune.schedule.plan import Direction, Task, TrialPlan
 from hydra_tune.schedule.state import PROMOTION
 from hydra_tune.sharing.shared_weights import SharedWeights
 
@@ -136,6 +136,8 @@ class EventLoop:
                 asked_s = promote_s = trace.now_s()
                 if lease.device is not None and self.hear(trial, ends=True):
                     after = None
+                if task.direction is Direction.FORWARD:
+                    lease.pause_s = asked_s - lease.ended_s
                 ready = e.TaskReady(task, True)
                 self._handle(ready if after is None else self._end(after, asked_s, ready), asked_s)
                 self.check_open(trial)

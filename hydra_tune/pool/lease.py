@@ -13,6 +13,9 @@ without a lock between the two (Dekker's algorithm; the interpreter orders what 
 
 So nobody waits for a holder that loads data, validates on the host or is paused. When it begins its next task, it finds
 that its lease has ended.
+
+A holder that pauses between any two steps, since its script loads each batch itself or waits for a GPU, need not be
+looked at: while others wait it `yields`, which ends its lease with each step.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any, TypeAlias
 
 from hydra_tune.devices.device import Device
@@ -27,6 +31,7 @@ from hydra_tune.schedule.events import Instruction
 from hydra_tune.schedule.plan import Direction, Task
 
 TELL_AFTER = 512  # tasks, after which the holder tells the pool what it has done
+LEAST_PAUSE_S = 0.002  # in a shorter pause between two steps another trial would gain less than the change costs
 TaskTime: TypeAlias = float | tuple[float, Any]  # in seconds; on a GPU, also the device's mark
 # Plain tuples, since two are made in each step: step and direction of a task, when it began, when it ended.
 _Running: TypeAlias = tuple[int, Direction, TaskTime]
@@ -52,6 +57,9 @@ class Lease:
         self.thread = 0  # the thread that was given the lease
         self.ran: deque[Ran] = deque()  # tasks ended that the pool has not read yet; the holder adds without a lock
         self.since_s = 0.0  # when the quantum began
+        self.yields = False  # a long lease ends with the step
+        self.pause_s = 0.0  # how long the trial paused between its last steps, the mean of some
+        self.ended_s = inf  # when the last task that the pool knows of ended
         self._seen = -1  # `begun` when a waiting thread last looked; -1 if the holder was busy then
         self._now_s = now_s
         self._now: Callable[[], TaskTime] = now_s
@@ -59,8 +67,9 @@ class Lease:
 
     # ---- in the pool, under its lock ----
 
-    def open(self, task: Task, device: Device) -> None:
+    def open(self, task: Task, device: Device, *, others_wait: bool) -> None:
         """Begin a long lease with this task, which the trial's thread has yet to begin."""
+        self.yields = others_wait and self.pauses
         self.task, self.device, self.in_step, self._seen = task, device, True, -1
         self.since_s = self._now_s()
         self._now = self._now_s if device.is_virtual else lambda: (self._now_s(), device.mark())
@@ -70,6 +79,22 @@ class Lease:
     def close(self) -> None:
         """End a long lease, which was revoked before."""
         self.device, self.busy, self._running = None, False, None
+
+    @property
+    def pauses(self) -> bool:
+        return self.pause_s > LEAST_PAUSE_S
+
+    def read(self) -> list[Ran]:
+        """What the holder has done since the last call. Learns how long it pauses between its steps."""
+        tasks = [self.ran.popleft() for _ in range(len(self.ran))]
+        pauses_s = []
+        for _, direction, start, end in tasks:
+            if direction is Direction.FORWARD:
+                pauses_s.append(_host_s(start) - self.ended_s)
+            self.ended_s = _host_s(end)
+        if pauses_s[1:]:  # before the first it may have waited for the lease
+            self.pause_s = sum(pauses_s[1:]) / len(pauses_s[1:])
+        return tasks
 
     def is_idle(self) -> bool:
         """Whether the holder is between two tasks, and has begun none since the last call. If the calling thread is the
@@ -128,7 +153,7 @@ class Lease:
         told."""
         running = self._running
         self.busy = True
-        if self.revoked:
+        if self.revoked or self.yields:
             self.busy = running is not None
             return False
         if running is not None:
@@ -138,3 +163,7 @@ class Lease:
         self.num_steps += trained
         self.busy = False
         return True
+
+
+def _host_s(when: TaskTime) -> float:
+    return when[0] if isinstance(when, tuple) else when

@@ -43,8 +43,9 @@ class LongLeases:
 
     def open(self, lease: Lease, run: Run) -> None:
         self.of_devices[run.device] = lease
-        lease.open(run.task, self._devices[run.device])
-        if (first := self._machine.ready.oldest(run.device)) is not None:
+        first = self._machine.ready.oldest(run.device)
+        lease.open(run.task, self._devices[run.device], others_wait=first is not None)
+        if first is not None:
             self._table.leases[first.task.trial].wake.notify_all()  # from here on it looks at the holder
 
     def look_at_holder(self, trial: int) -> tuple[float, list[Event]]:
@@ -59,12 +60,13 @@ class LongLeases:
         first = self._machine.ready.oldest(state.home)
         if first is None or first.task.trial != trial:
             return LOOK_AROUND_S, []
-        happened: list[Event] = []
+        happened = self.tasks_done(lease)
+        lease.yields = lease.pauses
         now_s, quantum_s = self._report.trace.now_s(), self._machine.policy.quantum_s
-        if lease.is_idle():
-            happened = self.recall(lease)
+        if lease.is_idle() or (lease.yields and not lease.in_step):
+            happened += self.recall(lease)
         elif now_s - lease.since_s >= quantum_s:
-            happened = [*self.tasks_done(lease), Expired(state.home)]
+            happened.append(Expired(state.home))
             lease.since_s = now_s
         return min(LOOK_S, max(quantum_s, 1e-3)), happened
 
@@ -98,7 +100,7 @@ class LongLeases:
 
     def tasks_done(self, lease: Lease) -> list[Event]:
         """What the holder has done since the last call, as one event, or none."""
-        tasks = [lease.ran.popleft() for _ in range(len(lease.ran))]
+        tasks = lease.read()
         steps = lease.num_steps - lease.told_steps
         lease.told_steps += steps
         if lease.device is None or not (tasks or steps):

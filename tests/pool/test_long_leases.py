@@ -4,6 +4,8 @@ import gc
 import threading
 import time
 from collections import Counter
+from itertools import pairwise
+from math import inf
 
 import optuna
 import pytest
@@ -11,9 +13,11 @@ import torch
 from torch import nn
 
 import hydra_tune
-from hydra_tune.pool import long_leases
+from hydra_tune.pool import lease, long_leases
+from hydra_tune.pool.lease import Lease
 from hydra_tune.schedule.events import Done, Recall, Run, StepReady, TaskReady
 from hydra_tune.schedule.machine import Machine
+from hydra_tune.schedule.plan import Direction
 from hydra_tune.schedule.policy import Fifo
 from hydra_tune.trials.context import current_context
 from waiting import WAIT_S, wait_until
@@ -63,6 +67,7 @@ def search(pool, objective, trials=TRIALS, concurrency=TRIALS):
 def test_resident_trials_pay_a_turn_and_not_a_task(told, monkeypatch):
     """400 steps of two tasks were 800 turns, and 2000 events. Here no holder seems idle, however slow the machine."""
     monkeypatch.setattr(long_leases, "LOOK_S", 3600.0)
+    monkeypatch.setattr(lease, "LEAST_PAUSE_S", inf)
     with hydra_tune.ShardPool(["cpu"], "64MiB", policy=Fifo(quantum_s=60.0)) as pool:
         study = search(pool, lambda trial: train(trial.number))
         trials, timeline = pool.report()["trials"], pool.timeline()
@@ -97,11 +102,13 @@ def plain_values():
 
 
 class CountingLock:
+    """Counts what the main thread takes, where a lone trial runs: not what the threads of the faces take."""
+
     def __init__(self, lock):
         self._lock, self.count = lock, 0
 
     def __enter__(self):
-        self.count += 1
+        self.count += threading.current_thread() is threading.main_thread()
         return self._lock.__enter__()
 
     def __exit__(self, *error):
@@ -175,6 +182,37 @@ def test_a_holder_that_computes_on_the_host_keeps_nobody_waiting():
     with hydra_tune.ShardPool(["cpu"], "64MiB", policy=Fifo(quantum_s=3600.0)) as pool:
         search(pool, objective, trials=2, concurrency=2)
         assert [trial["steps"] for trial in pool.report()["trials"]] == [10, 10]
+
+
+def test_trials_that_pause_between_steps_share_the_device_step_by_step(told, monkeypatch):
+    """Though nobody's quantum ends, and no holder is idle for long."""
+    monkeypatch.setattr(lease, "LEAST_PAUSE_S", 0.0)
+    with hydra_tune.ShardPool(["cpu"], "64MiB", policy=Fifo(quantum_s=3600.0)) as pool:
+        begun = threading.Barrier(2, timeout=WAIT_S)
+        study = search(pool, lambda trial: train(trial.number, each=lambda step: step == 2 and begun.wait()), 2, 2)
+    runs = [said.task for _, all_said in told for said in all_said if isinstance(said, Run)]
+    first, last = (max(min(run.step for run in runs if run.trial == number) for number in (0, 1)), STEPS)
+    both = [run for run in runs if first + 4 < run.step < last - 4]
+    turns = sum(one.trial != other.trial for one, other in pairwise(both))
+    assert turns > STEPS / 2 and all(run.direction is Direction.FORWARD for run in both), "a turn is a whole step"
+    assert [trial.value for trial in study.trials] == plain_values()[:2]
+
+
+def test_a_lease_learns_how_long_its_holder_pauses():
+    """Between its steps, not within them, nor before the first one, for which it may have waited."""
+    of = Lease(0, time.perf_counter, threading.Condition())
+    forward, backward = Direction.FORWARD, Direction.BACKWARD
+    of.ran.extend([(1, forward, 5.0, 6.0), (1, backward, 6.5, 7.0)])
+    of.read()
+    assert not of.pauses and of.ended_s == 7.0
+    of.ran.extend(
+        [(2, forward, 9.0, 10.0), (2, backward, 11.0, 12.0), (3, forward, 12.1, 13.0), (4, forward, 13.3, 14)]
+    )
+    assert len(of.read()) == 4
+    assert of.pauses and of.pause_s == pytest.approx(0.2)
+    of.ran.extend([(5, forward, (14.0, "mark"), (15.0, "mark")), (6, forward, (15.001, "mark"), (16.0, "mark"))])
+    of.read()
+    assert not of.pauses and of.pause_s == pytest.approx(0.001)
 
 
 def test_a_quantum_ends_at_the_next_boundary(told):

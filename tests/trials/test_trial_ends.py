@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hydra_tune
+from hydra_tune.pool import trace
 from hydra_tune.pool.event_loop import EventLoop
 from hydra_tune.process.interrupts import interrupts
 from hydra_tune.schedule.events import TrialEnded
@@ -544,6 +545,7 @@ def test_sixty_trials_that_end_in_every_way(concurrency):
 def leave_flat(concurrency):
     """MiB of the process and live tensors after 200 trials and after 1,000; prints them."""
     study = optuna.create_study()
+    trace.MAX_SPANS = trace.MAX_SAMPLES = 1_000  # by trial 200 the timeline is as long as it gets
     with hydra_tune.ShardPool(["cpu"], BUDGET) as pool:
         for total in range(100, 1001, 100):
             seen = defaultdict(list)
@@ -552,8 +554,6 @@ def leave_flat(concurrency):
             assert reachable(seen) == {}
             tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
             if total in (200, 1000):
-                pool.events.report.trace._spans.clear()  # bounded, and the more the longer trials wait for each other
-                pool.events.report.trace.memory.clear()  # likewise
                 trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
                 trim(0)  # what the allocator keeps for later is nobody's: 5 to 30 MiB, by chance
                 print(json.dumps([psutil.Process().memory_info().rss / 2**20, tensors]))
@@ -563,7 +563,7 @@ def leave_flat(concurrency):
 @pytest.mark.parametrize("concurrency", [1, 4], ids=["one after another", "four together"])
 def test_a_thousand_trials_leave_host_and_device_bytes_flat(concurrency):
     """Between trial 200 and trial 1,000 the host keeps 4 KiB a trial, 3 MiB in all, of the report and the study, and
-    what the allocators leave, beside the timeline, whose length is bounded. A trial's weights alone would be 227 MiB.
+    what the allocators leave. The timeline's length is bounded. A trial's weights alone would be 227 MiB.
 
     A process of its own, with one arena: one a thread would take 50 MiB before they settle.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ def prepare(
         optimizer: the one that steps `model`'s parameters, or one of several; None if the parameters that are stepped
             are not the model's.
         loaders: any iterables of batches.
-        pool: by default the runner's pool inside an objective, else the default pool.
+        pool: by default the runner's pool inside an objective, else the default pool. A trial of Ray Tune that has
+            no `HydraExecutor` must name one.
         name: the trial's name in reports.
         total_steps: how many mini-batches it will train. The scheduler computes from it what remains.
         epochs: in place of `total_steps`: how often it will go through the first loader, if that has a length.
@@ -91,7 +93,7 @@ def prepare(
         make_plain(model.parameters())
     _refuse(model, optimizer)
     end_orphans(model)
-    chosen = pool or context.pool or default_pool()
+    chosen = pool or context.pool or _own_pool()
     if chosen.devices[0].process != gate.process:
         raise ConfigError("a pool works in the process that has made it. Make a new ShardPool in a forked one.")
     chosen.events.check_usable()
@@ -170,6 +172,18 @@ def resume_step() -> int:
     """
     resumption = current_context().resumption
     return 0 if resumption is None else resumption.resume_step()
+
+
+def _own_pool() -> ShardPool:
+    """The process's, which no trial of Ray Tune means: its process is Tune's, and others train beside it."""
+    if "TUNE_ORIG_WORKING_DIR" in os.environ:  # set in each process that Tune starts for a trial
+        raise PrepareError(
+            "in a trial of Ray Tune prepare uses the pool of a HydraExecutor, but this trial was given none, as by "
+            "stock ray.tune, or a restore without resources=. Write `from hydra_tune import tune` and "
+            "tune.Tuner(train, resources=HydraExecutor(...)), likewise in tune.Tuner.restore. If the trial has its own "
+            "GPU, pass prepare(..., pool=ShardPool())."
+        )
+    return default_pool()
 
 
 def _num_steps(total_steps: int | None, epochs: int | None, loaders: Sequence[Any]) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import ray
@@ -121,10 +122,11 @@ class Tuner(ray.tune.Tuner):
         train = options.pop("trainable", train)
         if resources is not None:
             train = _wrapped(train, resources)
-            tune_config = options.get("tune_config") or ray.tune.TuneConfig()
+            tune_config: Any = dataclasses.replace(options.get("tune_config") or ray.tune.TuneConfig())
             if tune_config.max_concurrent_trials is None and _needs_limit(tune_config.search_alg):
-                tune_config = dataclasses.replace(tune_config, max_concurrent_trials=_places(resources))
-                options["tune_config"] = tune_config
+                tune_config.max_concurrent_trials = _places(resources)
+            tune_config.hydra_executor = resources  # which Tune keeps, for `restore`
+            options["tune_config"] = tune_config
         super().__init__(train, **options)
         self._pools = None if resources is None else (resources.spec, train.__name__)
 
@@ -132,19 +134,27 @@ class Tuner(ray.tune.Tuner):
     def restore(  # type: ignore[override]
         cls, path: str, train: Any = None, *arguments: Any, resources: HydraExecutor | None = None, **options: Any
     ) -> ray.tune.Tuner:
-        """`ray.tune.Tuner.restore`, likewise."""
+        """`ray.tune.Tuner.restore`, likewise; without `resources`, over the pools that the experiment had."""
         train = options.pop("trainable", train)
+        stock = partial(ray.tune.Tuner.restore, path)
+        if resources is None and not hasattr(train, "its_pools"):
+            resources = _executor_of(stock(train, *arguments, **options))
         if resources is not None:
             train = _wrapped(train, resources)
         tuner = object.__new__(cls)
         pools = None if resources is None else (resources.spec, train.__name__)
-        tuner.__dict__ = {**vars(ray.tune.Tuner.restore(path, train, *arguments, **options)), "_pools": pools}
+        tuner.__dict__ = {**vars(stock(train, *arguments, **options)), "_pools": pools}
         return tuner
 
     def fit(self) -> ray.tune.ResultGrid:
         """`ray.tune.Tuner.fit`; afterwards the pools give back their devices."""
         with nullcontext() if self._pools is None else pools_for(*self._pools):
             return super().fit()
+
+
+def _executor_of(tuner: Any) -> HydraExecutor | None:
+    """That of the experiment which it has restored; None in a client's driver, where Tune runs elsewhere."""
+    return getattr(getattr(tuner._local_tuner, "_tune_config", None), "hydra_executor", None)
 
 
 def _wrapped(train: Any, resources: Any, per_trial: Any = None) -> type:

@@ -156,6 +156,45 @@ def test_a_tuner_takes_resources(tmp_path):
     assert {result.metrics["loss"] for result in again.fit()} == {result.metrics["loss"] for result in results}
 
 
+def prepared_elsewhere(config: dict[str, Any]) -> None:
+    model = hydra_tune.prepare(nn.Linear(2, 2), pool=hydra_tune.ShardPool(["cpu"], BUDGET) if config["own"] else None)
+    tune.report({"loss": model(torch.ones(1, 2)).sum().item(), "trained_in": os.getpid()})
+    if config.get("die_at") and not Path(config["die_at"]).exists():
+        raise RuntimeError("interrupted")
+
+
+class PreparesElsewhere(ray.tune.Trainable):
+    def setup(self, config: dict[str, Any]) -> None:
+        hydra_tune.prepare(nn.Linear(2, 2))
+
+
+@pytest.mark.proof
+def test_no_trial_trains_past_its_pool(tmp_path):
+    """What Tune itself prints for a restore names no resources, and trials trained in processes of their own."""
+    config = tune.RunConfig(storage_path=str(tmp_path), name="sweep", verbose=0)
+    executor = HydraExecutor(BUDGET, devices=["cpu"], concurrency=6)
+    space = {"own": False, "die_at": str(tmp_path / "goes on")}
+    (failed,) = tune.Tuner(prepared_elsewhere, resources=executor, run_config=config, param_space=space).fit()
+    assert "interrupted" in str(failed.error)
+    (tmp_path / "goes on").touch()
+    (again,) = tune.Tuner.restore(str(tmp_path / "sweep"), prepared_elsewhere, restart_errored=True).fit()
+    assert again.error is None and again.metrics["trained_in"] != again.metrics["pid"]
+
+
+@pytest.mark.parametrize("train", [prepared_elsewhere, pytest.param(PreparesElsewhere, marks=pytest.mark.proof)])
+def test_a_trial_without_a_pool_is_refused(train, tmp_path):
+    config = ray.tune.RunConfig(storage_path=str(tmp_path), verbose=0)
+    (result,) = ray.tune.Tuner(train, run_config=config, param_space={"own": False}).fit()
+    assert "uses the pool of a HydraExecutor, but this trial was given none" in str(result.error)
+
+
+@pytest.mark.proof
+def test_a_trial_may_have_a_pool_of_its_own(tmp_path):
+    config = ray.tune.RunConfig(storage_path=str(tmp_path), verbose=0)
+    (result,) = ray.tune.Tuner(prepared_elsewhere, run_config=config, param_space={"own": True}).fit()
+    assert result.error is None and result.metrics["trained_in"] == result.metrics["pid"]
+
+
 def report_tensors(config: dict[str, Any]) -> dict[str, Any]:
     loss = torch.tensor(config["n"] / 8, requires_grad=True)
     tune.report({"loss": loss, "nested": {"bf16": loss.bfloat16()}})

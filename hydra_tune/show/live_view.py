@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -21,21 +20,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import copy_context
 from importlib import import_module
-from io import StringIO, TextIOBase
+from io import StringIO
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hydra_tune.show.above_view import AboveView
 from hydra_tune.show.live_table import live_table, plain_line
 from hydra_tune.show.snapshot import PoolSnapshot
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 logger = logging.getLogger("hydra_tune")
 FRAME_S, LINE_S = 0.25, 30.0
 MOST_OF_A_CORE = 0.005
 NOTEBOOK_COLUMNS = 116
-_MOVE = re.compile(r"\x1b\[\d*[A-H]")  # of the cursor, as tqdm makes after a bar that will change
 _one_view = threading.Lock()  # held by the view that has the terminal or the notebook
 
 
@@ -215,46 +211,3 @@ def _stream_handlers() -> list[logging.StreamHandler[Any]]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = [handler for each in loggers if isinstance(each, logging.Logger) for handler in each.handlers]
     return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]
-
-
-class AboveView(TextIOBase):
-    """Takes the place of stdout or stderr while a table is drawn: each whole line is printed above it.
-
-    A progress bar draws itself again and again after a carriage return. Its last state is printed once its line ends.
-    Bars below each other go down by line feeds, and up again: these lines are dropped, and all empty ones.
-    """
-
-    def __init__(self, console: Console, stream: Any) -> None:
-        self._console = console
-        self._stream = stream
-        self._begun = threading.local()  # a line that a thread has begun
-
-    def write(self, text: str) -> int:
-        *lines, begun = (getattr(self._begun, "text", "") + text).split("\n")
-        self._begun.text = begun.rpartition("\r")[2] if begun.count("\r") > 1 else begun
-        for line in lines:
-            shown = line.rstrip("\r").rpartition("\r")[2]
-            if shown.strip() and not _MOVE.search(shown):
-                self._print(shown)
-        return len(text)
-
-    def _print(self, line: str) -> None:
-        from rich.text import Text
-
-        self._console.print(Text.from_ansi(line), soft_wrap=True)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return int(self._stream.fileno())
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return str(self._stream.encoding)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

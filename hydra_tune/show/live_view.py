@@ -18,6 +18,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
 from importlib import import_module
 from io import StringIO
@@ -169,20 +170,28 @@ class TerminalScreen(Screen):
         _open_screens.add(self)
 
     def show(self, snapshot: PoolSnapshot) -> None:
+        for above in self._above.values():
+            above.settle()
         self._live.update(live_table(snapshot), refresh=True)
 
     def close(self) -> None:
+        for above in self._above.values():
+            above.end()
         self.restore_streams()
         self._live.stop()
         _one_view.release()
 
     def give_up(self) -> None:
         self.restore_streams()
+        with suppress(Exception):
+            self._live.stop()
         _one_view.release()
 
     def restore_streams(self) -> None:
         """But not if somebody has replaced them since."""
         _open_screens.discard(self)
+        for above in self._above.values():
+            above.pass_on()
         for name, stream in zip(("stdout", "stderr"), self._streams, strict=True):
             if isinstance(getattr(sys, name), AboveView):
                 setattr(sys, name, stream)

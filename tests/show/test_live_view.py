@@ -114,12 +114,13 @@ def test_in_a_terminal_prints_and_logs_come_above_the_table_and_streams_are_give
             print("an objective prints")
             sys.stderr.write("a warning\n")
             logger.error("a log")
+            sys.stderr.write("\r100%|####|\n")
             assert isinstance(sys.stdout, AboveView) and isinstance(handler.stream, AboveView)
     finally:
         logger.removeHandler(handler)
     assert sys.stdout is sys.stderr is handler.stream is terminal
     lines = [line for line in plain(terminal.getvalue()) if line]
-    said = [lines.index(text) for text in ("an objective prints", "a warning", "a log")]
+    said = [lines.index(text) for text in ("an objective prints", "a warning", "a log", "100%|####|")]
     assert said == sorted(said) and lines[-1].startswith("trial 2"), "the table stays at the end"
     assert any(line.startswith("digits   32 of 64") for line in lines)
 
@@ -197,6 +198,17 @@ def test_a_terminal_that_is_gone_ends_the_view_with_one_warning(open_terminal, m
     live_view._one_view.release()
 
 
+def test_a_view_that_cannot_read_gives_the_terminal_back(open_terminal, monkeypatch, caplog):
+    """It left the cursor hidden."""
+    terminal = open_terminal()
+    monkeypatch.setattr(live_view.TerminalScreen, "pause_s", 0.01)
+    with LiveView(lambda: 1 / 0) as view:
+        view._thread.join(60)
+        assert sys.stdout is terminal
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
+    assert "division by zero" in caplog.text
+
+
 def test_an_error_in_the_search_passes_through(open_terminal):
     terminal = open_terminal()
     with pytest.raises(KeyboardInterrupt), LiveView(lambda: SNAPSHOT):
@@ -208,6 +220,9 @@ def test_a_forked_child_prints_by_itself(open_terminal):
     """In a loader's worker the view's locks may be held for ever."""
     terminal = open_terminal()
     with LiveView(lambda: SNAPSHOT):
-        assert sys.stdout is not terminal
+        of_a_bar = sys.stderr
+        assert of_a_bar is not terminal
         live_view._in_child()
         assert sys.stdout is sys.stderr is terminal
+        of_a_bar.write("\rof a worker")
+        assert terminal.getvalue().endswith("\rof a worker")

@@ -83,5 +83,5 @@ class WaitingTrials:
             return "paused"
         device, measured = self._machine.awaits(number) or (None, None)
         if measured is not None:
-            return f"waits for the pilot or first step of {self._table.summaries[measured]['name']}"
+            return f"waits for {self._table.summaries[measured]['name']}'s first step"
         return state if device is None else f"waits for memory of {self._devices[device].name}"

@@ -8,16 +8,18 @@ cuda:0   ━━━━━━━━━╸━━━  14.2 of 20.0 GiB   busy 94%   
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hydra_tune.config import format_bytes
 from hydra_tune.show.snapshot import DeviceSnapshot, PoolSnapshot, SearchSnapshot, TrialSnapshot
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
 MOST_ROWS = 20
+_GAP = 2  # between columns
 _STYLES = {
     "resident": "green",
     "spilled": "cyan",
@@ -42,7 +44,7 @@ def live_table(snapshot: PoolSnapshot, chosen: str = "") -> RenderableType:
     parts += [_device_line(device, snapshot.elapsed_s) for device in snapshot.devices]
     rows = _rows(snapshot)
     if rows:
-        parts.append(_table(rows[:MOST_ROWS], chosen))
+        parts.append(_TrialTable(rows[:MOST_ROWS], chosen))
     if (more := len(rows) - MOST_ROWS) > 0:
         parts.append(Text(f" and {more} more", "dim"))
     return Group(*parts)
@@ -54,7 +56,9 @@ def plain_line(snapshot: PoolSnapshot) -> str:
         f"{d.name} busy {_percent(d.busy_s, snapshot.elapsed_s)}, {_amount(d.used_bytes, d.budget_bytes)}"
         for d in snapshot.devices
     )
-    steps = ", ".join(f"{t.name} {t.state} {_steps(t)}".rstrip() for t in _live(snapshot)[:MOST_ROWS])
+    steps = ", ".join(
+        f"{t.name} {t.state}" + (f" at step {_steps(t)}" if _steps(t) else "") for t in _live(snapshot)[:MOST_ROWS]
+    )
     search = "" if snapshot.search is None else _search_line(snapshot.search) + "; "
     return f"{search}{devices}" + (f"; {steps}" if steps else "")
 
@@ -103,29 +107,55 @@ def _device_line(device: DeviceSnapshot, elapsed_s: float) -> Text:
     return line.append(f"   {', '.join(does)}" if does else "   idle", "" if does else "dim")
 
 
-def _table(trials: list[TrialSnapshot], chosen: str) -> RenderableType:
-    from rich import box
-    from rich.table import Table
+class _TrialTable:
+    """With as many columns as the terminal has room for, so that no name is cut."""
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
-    table.add_column("trial", no_wrap=True)
-    table.add_column("state", no_wrap=True, overflow="ellipsis", max_width=30)
-    for name in ("step", "ms/step", "value", "device", "host", "share", "left"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for t in trials:
-        table.add_row(
-            t.name,
-            t.state,
-            _steps(t),
-            "" if t.step_s is None else f"{1e3 * t.step_s:.3g}" if t.step_s < 1 else f"{1e3 * t.step_s:.0f}",
-            "" if t.value is None else f"{t.value:.4g}",
-            format_bytes(t.device_bytes) if t.device_bytes else "",
-            format_bytes(t.host_bytes) if t.host_bytes else "",
-            f"{t.device_share:.0%}" if t.device_share else "",
-            "" if t.left_s is None or t.has_ended else format_seconds(t.left_s),
-            style=_STYLES.get(t.state, "yellow") + (" reverse" if t.name == chosen else ""),
-        )
-    return table
+    def __init__(self, trials: list[TrialSnapshot], chosen: str) -> None:
+        self._trials = trials
+        self._chosen = chosen
+        self._cells = [_cells(trial) for trial in trials]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich import box
+        from rich.table import Table
+
+        names, room = self._columns(options.max_width), options.max_width - self._width("trial") - _GAP
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
+        table.add_column("trial", no_wrap=True)
+        table.add_column("state", no_wrap=True, max_width=max(1, room))
+        for name in names[2:]:
+            table.add_column(name, justify="right", no_wrap=True)
+        for trial, cells in zip(self._trials, self._cells, strict=True):
+            style = _STYLES.get(trial.state, "yellow") + (" reverse" if trial.name == self._chosen else "")
+            table.add_row(*(cells[name] for name in names), style=style)
+        yield table
+
+    def _columns(self, room: int) -> list[str]:
+        """The first ones, as many as fit; trials and states in any case."""
+        names = list(self._cells[0])
+        while len(names) > 2 and sum(self._width(name) + _GAP for name in names) - _GAP > room:
+            names.pop()
+        return names
+
+    def _width(self, column: str) -> int:
+        from rich.cells import cell_len
+
+        return max(cell_len(column), *(cell_len(cells[column]) for cells in self._cells))
+
+
+def _cells(t: TrialSnapshot) -> dict[str, str]:
+    """By column. The last ones are left out first."""
+    return {
+        "trial": t.name,
+        "state": t.state,
+        "step": _steps(t),
+        "ms/step": "" if t.step_s is None else f"{1e3 * t.step_s:.3g}" if t.step_s < 1 else f"{1e3 * t.step_s:.0f}",
+        "value": "" if t.value is None else f"{t.value:.4g}",
+        "device": format_bytes(t.device_bytes) if t.device_bytes else "",
+        "host": format_bytes(t.host_bytes) if t.host_bytes else "",
+        "share": f"{t.device_share:.0%}" if t.device_share else "",
+        "left": "" if t.left_s is None or t.has_ended else format_seconds(t.left_s),
+    }
 
 
 def _steps(trial: TrialSnapshot) -> str:

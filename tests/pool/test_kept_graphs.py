@@ -150,7 +150,7 @@ def test_the_report_says_who_waits_for_whose_first_step():
     with hydra_tune.ShardPool(["cpu"], 2 * BUDGETS["spilled"]) as pool:
         hydra_tune.HydraTrialRunner(pool, 2).optimize(optuna.create_study(), objective, n_trials=2)
         assert [trial["state"] for trial in pool.report()["trials"]] == ["ended", "ended"]
-    assert seen == ["waits for the pilot or first step of net 0"]
+    assert seen == ["waits for net 0's first step"]
 
 
 class Checkpointed(Net):

@@ -50,7 +50,7 @@ def test_a_trial_that_waits_says_for_what_and_an_ended_one_is_gone():
 
     def another_comes():
         thread.start()
-        wait_until(lambda: states()[1:] == ["waits for the pilot or first step of trial 0"])
+        wait_until(lambda: states()[1:] == ["waits for trial 0's first step"])
 
     def states():
         return [trial.state for trial in pool.snapshot().trials]

@@ -130,7 +130,7 @@ def test_the_command_line_prints_a_table_and_says_what_it_did(server, capsys):
     shown = Shown()
     server.show(shown)
     assert main(["top", "--once"]) == 0
-    assert "trial 3   resident" in capsys.readouterr().out
+    assert "trial 3  resident" in capsys.readouterr().out
     assert main(["top", "--json"]) == 0
     assert [PoolSnapshot.from_dict(pool) for pool in json.loads(capsys.readouterr().out)] == [SNAPSHOT]
     assert main(["pause", "3"]) == 0

@@ -70,7 +70,7 @@ def test_a_table_says_what_the_search_the_devices_and_the_trials_do():
     assert first.split() == [
         *("trial", "1", "spilled", "10/40", "250", "0.5", "5.0", "MiB", "8.0", "MiB", "40%", "8", "s"),
     ]
-    assert second == "trial 2   waits for memory of cuda:0"
+    assert second == "trial 2  waits for memory of cuda:0"
 
 
 def test_ended_trials_fill_the_rows_that_are_left_and_the_rest_is_a_count():
@@ -81,14 +81,40 @@ def test_ended_trials_fill_the_rows_that_are_left_and_the_rest_is_a_count():
     assert drawn(crowd)[-1] == " and 5 more"
 
 
-def test_a_narrow_terminal_gets_no_more_lines():
-    assert len(drawn(SNAPSHOT, columns=60)) == len(drawn(SNAPSHOT))
+STATES = (
+    "resident",
+    "waits for memory of cuda:0",
+    "waits for trial 16's first step",
+    "waits for 10.7 GiB of host memory",
+)
+WIDE = tuple(
+    TrialSnapshot(f"trial {n}", state, 140, 2000, 0.21, 0.2134, 1200 * MIB, 7700 * MIB, 0.48)
+    for n, state in enumerate(STATES, start=100)
+)
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"),
+    [(60, "ms/step value device host share left"), (80, "host share left"), (100, "left"), (120, ""), (160, "")],
+)
+def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_names_or_states(columns, left_out):
+    """At 80 columns each row began with "trial..", for all cells shrank alike."""
+    header, _, *rows = drawn(PoolSnapshot(1.0, (DEVICE,), WIDE), columns)[1:]
+    assert header.split() == "trial state step ms/step value device host share left".removesuffix(left_out).split()
+    assert [(row[:9], row[11:44].rstrip()) for row in rows] == [(trial.name, trial.state) for trial in WIDE]
+    assert not any("…" in row for row in rows) and all(row[44:].split()[0] == "140/2000" for row in rows)
+
+
+def test_a_name_that_leaves_no_room_for_its_state_is_whole():
+    trial = TrialSnapshot("a name of 37 columns as Tune's may be", STATES[2])
+    row = drawn(PoolSnapshot(1.0, (DEVICE,), (trial,)), 60)[-1]
+    assert row == "a name of 37 columns as Tune's may be  waits for trial 16's…"
 
 
 def test_a_line_says_the_same_for_logs():
     assert plain_line(SNAPSHOT) == (
         "digits   32 of 64 done, 2 running, 2 pruned   best 0.25 (trial 7)   64 s left; cuda:0 busy 60%, 5.0 MiB of "
-        "20.0 MiB; trial 1 spilled 10/40, trial 2 waits for memory of cuda:0"
+        "20.0 MiB; trial 1 spilled at step 10/40, trial 2 waits for memory of cuda:0"
     )
 
 

@@ -155,10 +155,11 @@ def _top(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([pool.to_dict() for pool in look(pid)], indent=1))
     elif options.once or not sys.stdout.isatty():
-        from rich import print as print_table
+        from rich.console import Console
 
+        console = Console()
         for pool in look(pid):
-            print_table(live_table(pool))
+            console.print(live_table(pool, console.width))
     else:
         show(pid)
 

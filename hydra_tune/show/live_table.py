@@ -8,14 +8,13 @@ cuda:0   ━━━━━━━━━╸━━━  14.2 of 20.0 GiB   busy 94%   
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hydra_tune.config import format_bytes
 from hydra_tune.show.snapshot import DeviceSnapshot, PoolSnapshot, SearchSnapshot, TrialSnapshot
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.console import RenderableType
     from rich.text import Text
 
 MOST_ROWS = 20
@@ -32,20 +31,22 @@ _STYLES = {
 }
 
 
-def live_table(snapshot: PoolSnapshot, chosen: str = "") -> RenderableType:
-    """The search, if there is one, a line for each device, and a row for each of the first `MOST_ROWS` trials; that of
-    the `chosen` name stands out."""
+def live_table(snapshot: PoolSnapshot, columns: int, *, chosen: str = "", most_rows: int = MOST_ROWS) -> RenderableType:
+    """The search, if there is one, a line for each device, and a row for each of `most_rows` trials, among them that of
+    the `chosen` name, which stands out. The last columns are left out where a terminal is too narrow for them."""
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = []
     if snapshot.search is not None:
-        parts.append(Text(_search_line(snapshot.search), "bold", no_wrap=True, overflow="ellipsis"))
-    parts += [_device_line(device, snapshot.elapsed_s) for device in snapshot.devices]
-    rows = _rows(snapshot)
+        parts.append(Text(_search_line(snapshot.search, columns), "bold", no_wrap=True, overflow="ellipsis"))
+    parts += [_device_line(device, snapshot.elapsed_s, columns) for device in snapshot.devices]
+    rows = _rows(snapshot, most_rows)
+    place = next((n for n, trial in enumerate(rows) if trial.name == chosen), 0)
+    first = max(0, place - most_rows + 1)
     if rows:
-        parts.append(_TrialTable(rows[:MOST_ROWS], chosen))
-    if (more := len(rows) - MOST_ROWS) > 0:
+        parts.append(_table(rows[first : first + most_rows], chosen, columns))
+    if (more := len(rows) - most_rows) > 0:
         parts.append(Text(f" and {more} more", "dim"))
     return Group(*parts)
 
@@ -57,43 +58,49 @@ def plain_line(snapshot: PoolSnapshot) -> str:
         for d in snapshot.devices
     )
     steps = ", ".join(
-        f"{t.name} {t.state}" + (f" at step {_steps(t)}" if _steps(t) else "") for t in _live(snapshot)[:MOST_ROWS]
+        f"{t.name} {t.state}" + (f" at step {_steps(t)}" if _steps(t) else "")
+        for t in live_trials(snapshot)[:MOST_ROWS]
     )
     search = "" if snapshot.search is None else _search_line(snapshot.search) + "; "
     return f"{search}{devices}" + (f"; {steps}" if steps else "")
 
 
-def _live(snapshot: PoolSnapshot) -> list[TrialSnapshot]:
+def live_trials(snapshot: PoolSnapshot) -> list[TrialSnapshot]:
+    """In the order in which they are shown."""
     live = [trial for trial in snapshot.trials if not trial.has_ended]
     return sorted(live, key=lambda trial: (len(trial.name), trial.name))  # trial 2 before trial 10
 
 
-def _rows(snapshot: PoolSnapshot) -> list[TrialSnapshot]:
+def _rows(snapshot: PoolSnapshot, most: int) -> list[TrialSnapshot]:
     """Live trials, and as many of the last ended ones as there is room for."""
-    live = _live(snapshot)
+    live = live_trials(snapshot)
     ended = [] if snapshot.search is None else list(snapshot.search.ended)
-    room = max(0, MOST_ROWS - len(live))
+    room = max(0, most - len(live))
     return [*live, *(ended[-room:] if room else [])]
 
 
-def _search_line(search: SearchSnapshot) -> str:
+def _search_line(search: SearchSnapshot, columns: int | None = None) -> str:
+    """Without the search's name, where a terminal is too narrow for it."""
+    from rich.cells import cell_len
+
     done = f"{search.done}" if search.n_trials is None else f"{search.done} of {search.n_trials}"
     told = [f"{done} done", f"{search.running} running"]
     told += [f"{number} {word}" for word, number in (("pruned", search.pruned), ("failed", search.failed)) if number]
     if search.did_not_fit:
         told.append(f"{search.did_not_fit} did not fit")
-    parts = [search.name, ", ".join(told)]
+    parts = [", ".join(told)]
     if search.best is not None:
         parts.append(f"best {search.best:.4g} (trial {search.best_trial})")
     if search.left_s is not None and search.running:
         parts.append(f"{format_seconds(search.left_s)} left")
-    return "   ".join(parts)
+    line = "   ".join([search.name, *parts])
+    return line if columns is None or cell_len(line) <= columns else "   ".join(parts)
 
 
-def _device_line(device: DeviceSnapshot, elapsed_s: float) -> Text:
+def _device_line(device: DeviceSnapshot, elapsed_s: float, columns: int) -> Text:
     from rich.text import Text
 
-    width = 20
+    width = 20 if columns >= 100 else 8
     full = min(width, round(width * device.used_bytes / device.budget_bytes))
     line = Text.assemble(
         (f"{device.name:8} ", "bold"),
@@ -107,40 +114,25 @@ def _device_line(device: DeviceSnapshot, elapsed_s: float) -> Text:
     return line.append(f"   {', '.join(does)}" if does else "   idle", "" if does else "dim")
 
 
-class _TrialTable:
-    """With as many columns as the terminal has room for, so that no name is cut."""
+def _table(trials: list[TrialSnapshot], chosen: str, columns: int) -> RenderableType:
+    from rich import box
+    from rich.cells import cell_len
+    from rich.table import Table
 
-    def __init__(self, trials: list[TrialSnapshot], chosen: str) -> None:
-        self._trials = trials
-        self._chosen = chosen
-        self._cells = [_cells(trial) for trial in trials]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        from rich import box
-        from rich.table import Table
-
-        names, room = self._columns(options.max_width), options.max_width - self._width("trial") - _GAP
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
-        table.add_column("trial", no_wrap=True)
-        table.add_column("state", no_wrap=True, max_width=max(1, room))
-        for name in names[2:]:
-            table.add_column(name, justify="right", no_wrap=True)
-        for trial, cells in zip(self._trials, self._cells, strict=True):
-            style = _STYLES.get(trial.state, "yellow") + (" reverse" if trial.name == self._chosen else "")
-            table.add_row(*(cells[name] for name in names), style=style)
-        yield table
-
-    def _columns(self, room: int) -> list[str]:
-        """The first ones, as many as fit; trials and states in any case."""
-        names = list(self._cells[0])
-        while len(names) > 2 and sum(self._width(name) + _GAP for name in names) - _GAP > room:
-            names.pop()
-        return names
-
-    def _width(self, column: str) -> int:
-        from rich.cells import cell_len
-
-        return max(cell_len(column), *(cell_len(cells[column]) for cells in self._cells))
+    rows = [_cells(trial) for trial in trials]
+    widths = {name: max(len(name), *(cell_len(row[name]) for row in rows)) for name in rows[0]}
+    names = list(widths)
+    while len(names) > 2 and sum(widths[name] + _GAP for name in names) - _GAP > columns:
+        names.pop()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="dim")
+    table.add_column("trial", no_wrap=True)
+    table.add_column("state", no_wrap=True, max_width=max(1, columns - widths["trial"] - _GAP))
+    for name in names[2:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for trial, row in zip(trials, rows, strict=True):
+        style = _STYLES.get(trial.state, "yellow") + (" reverse" if trial.name == chosen else "")
+        table.add_row(*(row[name] for name in names), style=style)
+    return table
 
 
 def _cells(t: TrialSnapshot) -> dict[str, str]:

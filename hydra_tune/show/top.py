@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.show.control_socket import COMMANDS, ask, processes
-from hydra_tune.show.live_table import live_table
+from hydra_tune.show.live_table import live_table, live_trials
 from hydra_tune.show.snapshot import PoolSnapshot
 
 if TYPE_CHECKING:
@@ -73,9 +73,10 @@ def show(pid: int) -> None:
                 pools = look(pid)
             except ConfigError:
                 break
-            trials = [t for pool in pools for t in pool.trials]
+            trials = [t for pool in pools for t in live_trials(pool)]
             chosen = max(0, min(chosen, len(trials) - 1))
-            live.update(_drawn(pid, pools, trials[chosen].name if trials else "", said), refresh=True)
+            name = trials[chosen].name if trials else ""
+            live.update(_drawn(pid, pools, name, said, *live.console.size), refresh=True)
             key = next_key(FRAME_S)
             if key == "q":
                 return
@@ -88,13 +89,15 @@ def show(pid: int) -> None:
     print(f"process {pid} has ended")
 
 
-def _drawn(pid: int, pools: list[PoolSnapshot], chosen: str, said: str) -> RenderableType:
+def _drawn(pid: int, pools: list[PoolSnapshot], chosen: str, said: str, columns: int, lines: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = [Text(f"process {pid}", "dim")]
+    of_tables = (lines - 2) // max(1, len(pools))
     for pool in pools:
-        parts += [live_table(pool, chosen=chosen), Text("")]
+        most_rows = max(1, of_tables - len(pool.devices) - 5)  # less those for the search, the header and what follows
+        parts += [live_table(pool, columns, chosen=chosen, most_rows=most_rows), Text("")]
     return Group(*parts, Text(said, "dim", no_wrap=True, overflow="ellipsis"))
 
 

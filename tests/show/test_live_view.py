@@ -5,12 +5,13 @@ import json
 import logging
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from hydra_tune.show import live_view
+from hydra_tune.show import live_view, top
 from hydra_tune.show.above_view import AboveView
 from hydra_tune.show.live_table import MOST_ROWS, format_seconds, live_table, plain_line
 from hydra_tune.show.live_view import LiveView
@@ -24,12 +25,13 @@ TRIALS = (
 )
 ENDED = tuple(TrialSnapshot(f"trial {n}", "complete", value=n / 4) for n in range(3, 40))
 SEARCH = SearchSnapshot("digits", 30, 2, running=2, n_trials=64, best=0.25, best_trial=7, elapsed_s=64.0)
+CROWD = PoolSnapshot(1.0, (DEVICE,), tuple(TrialSnapshot(f"trial {n}", "resident") for n in range(25)))
 SNAPSHOT = PoolSnapshot(10.0, (DEVICE,), TRIALS, 9 * MIB, 90 * MIB, SEARCH)
 
 
-def drawn(snapshot, columns=100):
+def drawn(snapshot, columns=100, **options):
     console = Console(file=io.StringIO(), width=columns)
-    console.print(live_table(snapshot))
+    console.print(live_table(snapshot, columns, **options))
     return console.file.getvalue().splitlines()
 
 
@@ -77,8 +79,36 @@ def test_ended_trials_fill_the_rows_that_are_left_and_the_rest_is_a_count():
     many = PoolSnapshot(1.0, (DEVICE,), TRIALS, search=SearchSnapshot("s", ended=ENDED))
     rows = [line for line in drawn(many) if line.startswith("trial ")][1:]
     assert len(rows) == MOST_ROWS and rows[-1].startswith("trial 39 ")
-    crowd = PoolSnapshot(1.0, (DEVICE,), tuple(TrialSnapshot(f"trial {n}", "resident") for n in range(25)))
-    assert drawn(crowd)[-1] == " and 5 more"
+    assert drawn(CROWD)[-1] == " and 5 more"
+
+
+def test_the_chosen_trial_is_among_those_that_are_shown():
+    rows = drawn(CROWD, chosen="trial 22", most_rows=3)[-4:]
+    assert [row[:8] for row in rows] == ["trial 20", "trial 21", "trial 22", " and 22 "]
+
+
+def test_top_fits_its_terminal():
+    """Rows filled it, and the line of keys was below its end."""
+    console = Console(file=io.StringIO(), width=80)
+    console.print(top._drawn(7, [replace(CROWD, search=SEARCH)], "trial 0", top._HELP, 80, 24))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 24 and lines[-1].rstrip() == top._HELP
+
+
+@pytest.mark.parametrize(("lines", "rows"), [("24", 8), ("40", 16), ("80", 20)])
+def test_at_least_half_of_a_terminal_is_for_what_is_printed(open_terminal, monkeypatch, lines, rows):
+    terminal = open_terminal()
+    monkeypatch.setenv("LINES", lines)
+    with LiveView(lambda: CROWD):
+        pass
+    last = [line for line in plain(terminal.getvalue()) if line][-rows - 1 :]
+    assert last[0].startswith("trial 0 ") and last[-1] == f" and {25 - rows} more"
+
+
+def test_a_search_with_a_long_name_still_says_when_it_ends():
+    named = replace(SEARCH, name="no-name-7873f486-2df6-4cde-acb3-1cdcc40a24ab")
+    line = drawn(replace(SNAPSHOT, search=named), 80)[0].rstrip()
+    assert line == "32 of 64 done, 2 running, 2 pruned   best 0.25 (trial 7)   64 s left"
 
 
 STATES = (

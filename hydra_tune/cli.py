@@ -14,7 +14,7 @@ import hydra_tune  # none of these imports torch
 from hydra_tune.config import check_folder
 from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError
 from hydra_tune.show.control_socket import COMMANDS
-from hydra_tune.show.live_table import live_table
+from hydra_tune.show.live_table import LiveTable
 from hydra_tune.show.run_file import report_of_file
 from hydra_tune.show.timeline import checked_path, save
 from hydra_tune.show.top import command, look, process_to_show, show
@@ -155,11 +155,10 @@ def _top(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([pool.to_dict() for pool in look(pid)], indent=1))
     elif options.once or not sys.stdout.isatty():
-        from rich.console import Console
+        from rich import print as print_table
 
-        console = Console()
         for pool in look(pid):
-            console.print(live_table(pool, console.width))
+            print_table(LiveTable(pool))
     else:
         show(pid)
 

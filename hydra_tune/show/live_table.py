@@ -8,13 +8,14 @@ cuda:0   ━━━━━━━━━╸━━━  14.2 of 20.0 GiB   busy 94%   
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hydra_tune.config import format_bytes
 from hydra_tune.show.snapshot import DeviceSnapshot, PoolSnapshot, SearchSnapshot, TrialSnapshot
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.text import Text
 
 MOST_ROWS = 20
@@ -31,9 +32,21 @@ _STYLES = {
 }
 
 
-def live_table(snapshot: PoolSnapshot, columns: int, *, chosen: str = "", most_rows: int = MOST_ROWS) -> RenderableType:
+class LiveTable:
     """The search, if there is one, a line for each device, and a row for each of `most_rows` trials, among them that of
-    the `chosen` name, which stands out. The last columns are left out where a terminal is too narrow for them."""
+    the `chosen` name, which stands out. A renderable of rich: it leaves out the last columns where a terminal is too
+    narrow for them, also if it has become so since."""
+
+    def __init__(self, snapshot: PoolSnapshot, *, chosen: str = "", most_rows: int = MOST_ROWS) -> None:
+        self._snapshot = snapshot
+        self._chosen = chosen
+        self._most_rows = most_rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield _drawn(self._snapshot, options.max_width, self._chosen, self._most_rows)
+
+
+def _drawn(snapshot: PoolSnapshot, columns: int, chosen: str, most_rows: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from hydra_tune.show.above_view import AboveView
-from hydra_tune.show.live_table import MOST_ROWS, live_table, plain_line
+from hydra_tune.show.live_table import MOST_ROWS, LiveTable, plain_line
 from hydra_tune.show.snapshot import PoolSnapshot
 
 logger = logging.getLogger("hydra_tune")
@@ -141,7 +141,7 @@ class NotebookScreen(Screen):
         from rich.console import Console
 
         console = Console(file=StringIO(), record=True, force_terminal=True, width=NOTEBOOK_COLUMNS)
-        console.print(live_table(snapshot, NOTEBOOK_COLUMNS))
+        console.print(LiveTable(snapshot))
         code = console.export_html(inline_styles=True, code_format="{code}")
         self._handle.update(self._html(f'<pre style="line-height:1.25">{code}</pre>'))
 
@@ -172,9 +172,8 @@ class TerminalScreen(Screen):
     def show(self, snapshot: PoolSnapshot) -> None:
         for above in self._above.values():
             above.settle()
-        columns, lines = self._live.console.size
-        most_rows = max(4, min(MOST_ROWS, lines // 2 - 4))  # the other half of the terminal is for what is printed
-        self._live.update(live_table(snapshot, columns, most_rows=most_rows), refresh=True)
+        most_rows = self._live.console.height // 2 - 4  # the other half of the terminal is for what is printed
+        self._live.update(LiveTable(snapshot, most_rows=max(4, min(MOST_ROWS, most_rows))), refresh=True)
 
     def close(self) -> None:
         for above in self._above.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.show.control_socket import COMMANDS, ask, processes
-from hydra_tune.show.live_table import live_table, live_trials
+from hydra_tune.show.live_table import LiveTable, live_trials
 from hydra_tune.show.snapshot import PoolSnapshot
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 FRAME_S = 0.5
 _KEYS = {command[0]: command for command in COMMANDS}
+_ARROWS = {"\x1b[A": "up", "k": "up", "\x1b[B": "down", "j": "down"}
 _HELP = "up, down: choose a trial   p pause   r resume   s stop   c clone   q quit"
 
 
@@ -76,7 +78,7 @@ def show(pid: int) -> None:
             trials = [t for pool in pools for t in live_trials(pool)]
             chosen = max(0, min(chosen, len(trials) - 1))
             name = trials[chosen].name if trials else ""
-            live.update(_drawn(pid, pools, name, said, *live.console.size), refresh=True)
+            live.update(_drawn(pid, pools, name, said, live.console.height), refresh=True)
             key = next_key(FRAME_S)
             if key == "q":
                 return
@@ -89,7 +91,7 @@ def show(pid: int) -> None:
     print(f"process {pid} has ended")
 
 
-def _drawn(pid: int, pools: list[PoolSnapshot], chosen: str, said: str, columns: int, lines: int) -> RenderableType:
+def _drawn(pid: int, pools: list[PoolSnapshot], chosen: str, said: str, lines: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -97,21 +99,27 @@ def _drawn(pid: int, pools: list[PoolSnapshot], chosen: str, said: str, columns:
     of_tables = (lines - 2) // max(1, len(pools))
     for pool in pools:
         most_rows = max(1, of_tables - len(pool.devices) - 5)  # less those for the search, the header and what follows
-        parts += [live_table(pool, columns, chosen=chosen, most_rows=most_rows), Text("")]
+        parts += [LiveTable(pool, chosen=chosen, most_rows=most_rows), Text("")]
     return Group(*parts, Text(said, "dim", no_wrap=True, overflow="ellipsis"))
 
 
 class _NextKey:
     """Called with seconds: the next key within them, "" if none was pressed."""
 
+    def __init__(self) -> None:
+        self._pressed: list[str] = []
+
     def __call__(self, seconds: float) -> str:
+        if self._pressed:
+            return self._pressed.pop(0)
         if not sys.stdin.isatty():
             time.sleep(seconds)
             return ""
         if not select.select([sys.stdin], [], [], seconds)[0]:
             return ""
-        pressed = os.read(sys.stdin.fileno(), 16).decode(errors="ignore")  # an arrow is several characters
-        return {"\x1b[A": "up", "k": "up", "\x1b[B": "down", "j": "down"}.get(pressed, pressed[:1])
+        pressed = os.read(sys.stdin.fileno(), 64).decode(errors="ignore")
+        self._pressed = [_ARROWS.get(key, key) for key in re.findall(r"\x1b\[.|[^\x1b]", pressed)]
+        return self._pressed.pop(0) if self._pressed else ""
 
 
 @contextlib.contextmanager

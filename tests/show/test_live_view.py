@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hydra_tune.show import live_view, top
 from hydra_tune.show.above_view import AboveView
-from hydra_tune.show.live_table import MOST_ROWS, format_seconds, live_table, plain_line
+from hydra_tune.show.live_table import MOST_ROWS, LiveTable, format_seconds, plain_line
 from hydra_tune.show.live_view import LiveView
 from hydra_tune.show.snapshot import DeviceSnapshot, PoolSnapshot, SearchSnapshot, TrialSnapshot
 
@@ -31,7 +31,7 @@ SNAPSHOT = PoolSnapshot(10.0, (DEVICE,), TRIALS, 9 * MIB, 90 * MIB, SEARCH)
 
 def drawn(snapshot, columns=100, **options):
     console = Console(file=io.StringIO(), width=columns)
-    console.print(live_table(snapshot, columns, **options))
+    console.print(LiveTable(snapshot, **options))
     return console.file.getvalue().splitlines()
 
 
@@ -90,7 +90,7 @@ def test_the_chosen_trial_is_among_those_that_are_shown():
 def test_top_fits_its_terminal():
     """Rows filled it, and the line of keys was below its end."""
     console = Console(file=io.StringIO(), width=80)
-    console.print(top._drawn(7, [replace(CROWD, search=SEARCH)], "trial 0", top._HELP, 80, 24))
+    console.print(top._drawn(7, [replace(CROWD, search=SEARCH)], "trial 0", top._HELP, 24))
     lines = console.file.getvalue().splitlines()
     assert len(lines) == 24 and lines[-1].rstrip() == top._HELP
 

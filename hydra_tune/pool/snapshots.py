@@ -58,7 +58,7 @@ class Snapshots:
         )
 
     def figures(self, trial: Trial) -> dict[str, Any]:
-        """One trial's, under flat keys that dashboards sort by.
+        """One trial's, under flat keys that dashboards sort by. What matters most is first: Ray Tune's table shows that.
 
         hydra/peak_mib      device memory that a step takes at most: the least budget that it fits
         hydra/step_ms       of a mini-batch, waits included
@@ -73,9 +73,9 @@ class Snapshots:
         return {
             "hydra/state": state,
             "hydra/device": trial.device.name,
-            "hydra/steps": steps,
             "hydra/step_ms": round(1e3 * (step_s or at_tasks_s / max(1, steps)), 2),
             "hydra/peak_mib": _mib(trial.planner.peak_bytes),
+            "hydra/steps": steps,
             "hydra/weights_mib": _mib(trial.summary["weight_bytes"]),
             "hydra/shards": len(trial.summary["shards"]),
             "hydra/promoted_mib": _mib(totals.promoted_bytes),

@@ -134,12 +134,13 @@ class TrialThread:
             TrialStopped: it has ended the trial.
         """
         self._check()
-        self.proxy.say(ResultReported({**self.figures(), **metrics}, checkpoint))
+        self.proxy.say(ResultReported(self.with_figures(metrics), checkpoint))
         return self.await_answer().checkpoint
 
-    def figures(self) -> dict[str, Any]:
-        """Of its training so far, for a result."""
-        return figures_of(self._context.trials) if self._context is not None and self._context.trials else {}
+    def with_figures(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Of its training so far, behind its own metrics: Tune's table shows the first four numbers of a result."""
+        figures = figures_of(self._context.trials) if self._context is not None and self._context.trials else {}
+        return {**metrics, **figures, **metrics}
 
     def _check(self) -> None:
         if self._context is not None:

@@ -48,7 +48,7 @@ def _serve(attempt: TrialThread, kind: Any, session: TrialSession) -> None:
             options = {**call.options, **quiet} if call.method == "reset" else call.options
             value = plain(getattr(trainable, call.method)(*call.arguments, **options))
             if call.method == "train":
-                value = {**attempt.figures(), **value}
+                value = attempt.with_figures(value)
     finally:
         trainable.stop()
 

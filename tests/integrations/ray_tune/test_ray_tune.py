@@ -131,6 +131,13 @@ def test_run_takes_resources_literally(tmp_path):
     assert not any("libtorch" in maps for maps in proxies)
 
 
+def test_tunes_table_has_the_users_metric_and_then_columns_of_the_pool(run, capsys):
+    """Tune shows the first four numbers of a result, which were all the pool's."""
+    run(train_reporting, config={"seed": 1}, verbose=1)
+    header = next(line for line in reversed(capsys.readouterr().out.splitlines()) if "Trial name" in line)
+    assert header.split()[-5:-1] == ["loss", "hydra/step_ms", "hydra/peak_mib", "hydra/steps"]
+
+
 def train_reporting(config: dict[str, Any]) -> None:
     for loss in steps(config):
         print("seed", config["seed"])

@@ -58,7 +58,7 @@ class Snapshots:
         )
 
     def figures(self, trial: Trial) -> dict[str, Any]:
-        """One trial's, under flat keys that dashboards sort by. What matters most is first: Ray Tune's table shows that.
+        """One trial's, under flat keys that dashboards sort by. Ray Tune's table shows the first numbers.
 
         hydra/peak_mib      device memory that a step takes at most: the least budget that it fits
         hydra/step_ms       of a mini-batch, waits included

@@ -131,6 +131,7 @@ def _table(trials: list[TrialSnapshot], chosen: str, columns: int) -> Renderable
     from rich import box
     from rich.cells import cell_len
     from rich.table import Table
+    from rich.text import Text
 
     rows = [_cells(trial) for trial in trials]
     widths = {name: max(len(name), *(cell_len(row[name]) for row in rows)) for name in rows[0]}
@@ -143,8 +144,8 @@ def _table(trials: list[TrialSnapshot], chosen: str, columns: int) -> Renderable
     for name in names[2:]:
         table.add_column(name, justify="right", no_wrap=True)
     for trial, row in zip(trials, rows, strict=True):
-        style = _STYLES.get(trial.state, "yellow") + (" reverse" if trial.name == chosen else "")
-        table.add_row(*(row[name] for name in names), style=style)
+        first = Text(row["trial"], "reverse" if trial.name == chosen else "")
+        table.add_row(first, *(row[name] for name in names[1:]), style=_STYLES.get(trial.state, "yellow"))
     return table
 
 

@@ -33,6 +33,12 @@ def test_each_public_name_is_in_the_reference_once():
     assert sorted(named) == sorted(hydra_tune.__all__)
 
 
+def test_pictures_need_no_network():
+    """A terminal's picture, as rich writes it, has its font from there."""
+    for picture in (DOCS / "assets").glob("*.svg"):
+        assert not re.findall(r"(?:url\(|href=)\W*https?:.*", picture.read_text()), picture.name
+
+
 @pytest.mark.skipif(NOT_BUILT, reason="`make docs` installs what builds the site")
 def test_the_site_is_built_without_a_warning_and_needs_no_network(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -146,7 +146,7 @@ def test_without_a_process_one_line_says_so(server, arguments, capsys):
 def test_keys_that_come_together_are_each_a_key(monkeypatch):
     """Of two arrows in one frame neither was heard."""
     ours, its = os.openpty()
-    with open(its) as terminal:
+    with os.fdopen(its) as terminal:
         monkeypatch.setattr("sys.stdin", terminal)
         with top._keys() as next_key:
             os.write(ours, b"\x1b[B\x1b[Aps")

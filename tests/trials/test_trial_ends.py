@@ -567,7 +567,7 @@ def test_a_thousand_trials_leave_host_and_device_bytes_flat(concurrency):
 
     A process of its own, with one arena: one a thread would take 50 MiB before they settle.
     """
-    bound_mib, weight_bytes = 12, 4 * (9 * 128 * 129 + 4 * 129)
+    bound_mib, weight_bytes = 8, 4 * (9 * 128 * 129 + 4 * 129)
     assert 800 / 2 * weight_bytes / 2**20 > 18 * bound_mib, "every other trial is a spilled one"
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "PYTHONPATH": python_path()}
     command = [sys.executable, __file__, str(concurrency)]

@@ -251,7 +251,10 @@ class EventLoop:
         """Under the lock: wait for the next instruction to this trial. `check` may raise, which ends the wait."""
         lease = self.table.leases[number]
         if not lease.granted:
+            start_s = self.report.trace.now_s()
             self._wait(lease, Wait(number), check)
+            if answer is not e.Run:
+                lease.memory_wait_s += self.report.trace.now_s() - start_s
         instruction = lease.granted.popleft()
         assert isinstance(instruction, answer), (instruction, answer)
         return instruction

@@ -45,6 +45,7 @@ class Lease:
     def __init__(self, trial: int, now_s: Callable[[], float], wake: threading.Condition) -> None:
         self.trial = trial
         self.granted: deque[Instruction] = deque()  # the scheduler's answers that the trial has not taken yet
+        self.memory_wait_s = 0.0  # how long the trial has waited for memory of the host or a device
         self.wake = wake  # wakes the trial's thread, which waits for an answer
         self.task = Task(trial, 0, 0, Direction.FORWARD)  # the one task that a long lease is to the machine
         self.device: Device | None = None  # None unless a long lease lasts

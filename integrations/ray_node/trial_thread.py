@@ -11,9 +11,12 @@ import hashlib
 import logging
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from ray.air.constants import TIME_THIS_ITER_S
 
 from hydra_tune.checkpoints.interval import Interval
 from hydra_tune.checkpoints.resumption import Resumption
@@ -71,6 +74,7 @@ class TrialThread:
         self._stop_reason = ""  # if it was asked to
         self._context: Context | None = None
         self._lock = threading.Lock()
+        self._trained_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=order.trial_name, daemon=True)
 
     def start(self) -> None:
@@ -134,13 +138,21 @@ class TrialThread:
             TrialStopped: it has ended the trial.
         """
         self._check()
-        self.proxy.say(ResultReported(self.with_figures(metrics), checkpoint))
+        self.proxy.say(ResultReported(self.with_figures({TIME_THIS_ITER_S: self.training_s(), **metrics}), checkpoint))
         return self.await_answer().checkpoint
 
     def with_figures(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Of its training so far, behind its own metrics: Tune's table shows the first four numbers of a result."""
         figures = figures_of(self._context.trials) if self._context is not None and self._context.trials else {}
         return {**metrics, **figures, **metrics}
+
+    def training_s(self) -> float:
+        """Seconds since the last call, without those in which the trial waited for memory: Tune counts them as the
+        trial's time, by which schedulers compare trials."""
+        trials = [] if self._context is None else self._context.trials
+        trained_s = time.monotonic() - sum(trial.lease.memory_wait_s for trial in trials)
+        since_s, self._trained_s = self._trained_s, trained_s
+        return max(0.0, trained_s - since_s)
 
     def _check(self) -> None:
         if self._context is not None:

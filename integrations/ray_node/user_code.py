@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 from ray import cloudpickle
+from ray.air.constants import TIME_THIS_ITER_S
 from ray.tune import Checkpoint, Trainable
 from ray.tune.result import DEFAULT_METRIC, TRIAL_INFO
 
@@ -35,7 +36,7 @@ def train(attempt: TrialThread) -> Any:
 def _serve(attempt: TrialThread, kind: Any, session: TrialSession) -> None:
     """Until Tune stops the trial."""
     quiet = _no_logger(kind, session)
-    kind = _kept_by_its_pool(kind, attempt)
+    kind = _timed(_kept_by_its_pool(kind, attempt), attempt)
     trainable = kind(config=attempt.order.config, storage=session.storage, **quiet)
     value: Any = None
     try:
@@ -51,6 +52,19 @@ def _serve(attempt: TrialThread, kind: Any, session: TrialSession) -> None:
                 value = attempt.with_figures(value)
     finally:
         trainable.stop()
+
+
+def _timed(kind: Any, attempt: TrialThread) -> Any:
+    """`kind`, whose steps do not count the seconds in which they wait for memory."""
+
+    class Timed(kind):  # type: ignore[misc]
+        def step(self) -> dict[str, Any]:
+            attempt.training_s()
+            result = super().step()
+            return {TIME_THIS_ITER_S: attempt.training_s(), **result} if isinstance(result, dict) else result
+
+    Timed.__name__, Timed.__qualname__, Timed.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Timed
 
 
 def _kept_by_its_pool(kind: Any, attempt: TrialThread) -> Any:

@@ -61,6 +61,12 @@ class PoolActor:
         live = sum(attempt.is_alive for attempt in list(self._attempts.values()))
         return {"live": live, "continued": dict(self._states.continued), **self._pool.report()}
 
+    def line(self) -> str:
+        """What the pool does now, for people."""
+        from hydra_tune.show.live_table import plain_line
+
+        return plain_line(self._pool.snapshot())
+
     # ---- in the thread that reads ----
 
     def _hears(self, proxy: ProxyConnection, said: Any) -> None:

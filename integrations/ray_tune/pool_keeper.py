@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError
+from ray.exceptions import ActorUnschedulableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hydra_tune.errors import ConfigError
@@ -24,8 +24,10 @@ from hydra_tune.integrations.ray_tune.executor import HydraExecutor
 
 START_S = 60.0  # a pool whose GPUs are not to be had by then does not start
 SLOW_START_S = 300.0  # one without any has only the node to wait for, where Ray's workers have the lowest priority
+LAST_REPORT_S = 10.0
 _keepers: dict[tuple[str, str, str], Any] = {}  # see `_key`; an actor ends with its last handle in its owner
 _runs: list[tuple[str, PoolSpec]] = []  # under way: the trainable's name, and its pools
+_last_reports: dict[PoolSpec, dict[str, Any]] = {}  # of pools that have ended
 _lock = threading.Lock()
 
 
@@ -84,6 +86,11 @@ class PoolKeeper:
     async def report(self) -> dict[str, Any]:
         """Of each pool, by its node."""
         return {node: await pool.report.remote() for node, pool in self._pools.items()}
+
+    async def lines(self) -> dict[str, str]:
+        """What each pool does now, by its node's address."""
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return {addresses[node]: await pool.line.remote() for node, pool in self._pools.items()}
 
 
 def _late(wanted: int, gpus: int, limit_s: float) -> str:
@@ -151,11 +158,25 @@ def pools_for(spec: PoolSpec, name: str) -> Iterator[None]:
             _runs.remove((name, spec))
             if not any(its.name == spec.name for _, its in _runs) and ray.is_initialized():
                 keeper = _keepers.pop(_key(spec), None)
+                if keeper is not None:
+                    with suppress(RayError):
+                        _last_reports[spec] = ray.get(keeper.report.remote(), timeout=LAST_REPORT_S)
                 if keeper is not None and spec.shared is None:
                     ray.kill(keeper)
 
 
+def keeper_of(spec: PoolSpec) -> Any:
+    """In the driver: who keeps these pools, None if they have not begun or have ended."""
+    return _keepers.get(_key(spec)) if ray.is_initialized() else None
+
+
 def report(executor: HydraExecutor) -> dict[str, Any]:
-    """`ShardPool.report` of each node's pool, and the trials that live there, by the node's id. In the driver."""
-    keeper = _keepers.get(_key(executor.spec))
-    return {} if keeper is None else dict(ray.get(keeper.report.remote()))
+    """What the pools of an executor do, or have done in the last run of this process.
+
+    Returns:
+        `ShardPool.report` of each node's pool by the node's id, with `live`, how many trials live there, and
+        `continued`, how many attempts have gone on from a state in the pool's memory or from a checkpoint. Empty if no
+        run of this process had the executor.
+    """
+    keeper = keeper_of(executor.spec)
+    return _last_reports.get(executor.spec, {}) if keeper is None else dict(ray.get(keeper.report.remote()))

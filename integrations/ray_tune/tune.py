@@ -20,6 +20,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.ray_tune import trainable as ray_trainable
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor, eligible_nodes
 from hydra_tune.integrations.ray_tune.pool_keeper import pools_for
+from hydra_tune.integrations.ray_tune.pool_lines import with_lines
 
 
 def __getattr__(name: str) -> Any:
@@ -55,8 +56,10 @@ def run(
         experiments: Any = [_over_pools(each, resources, pools, options.get("resources_per_trial")) for each in given]
         executor = resources or getattr(experiments[0], "executor", None)
         unlimited = options.get("max_concurrent_trials") is None and _needs_limit(options.get("search_alg"))
-        if executor is not None and unlimited:
-            options["max_concurrent_trials"] = _places(executor)
+        if executor is not None:
+            options["callbacks"] = with_lines(options.get("callbacks"), executor.spec, options.get("verbose"))
+            if unlimited:
+                options["max_concurrent_trials"] = _places(executor)
         return ray.tune.run(experiments if several else experiments[0], config=config, **options)
 
 
@@ -127,6 +130,9 @@ class Tuner(ray.tune.Tuner):
                 tune_config.max_concurrent_trials = _places(resources)
             tune_config.hydra_executor = resources  # which Tune keeps, for `restore`
             options["tune_config"] = tune_config
+            run_config = options.get("run_config") or ray.tune.RunConfig()
+            callbacks = with_lines(run_config.callbacks, resources.spec, run_config.verbose)
+            options["run_config"] = dataclasses.replace(run_config, callbacks=callbacks)
         super().__init__(train, **options)
         self._pools = None if resources is None else (resources.spec, train.__name__)
 

@@ -22,6 +22,7 @@ import ray.tune
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
+from hydra_tune.integrations.ray_tune import pool_lines
 from ray_local import empty_pool, first_step, local_ray
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -161,6 +162,18 @@ def test_a_tuner_takes_resources(tmp_path):
         str(tmp_path / "sweep"), train_reporting, True, resources=HydraExecutor(BUDGET, devices=["cpu"], concurrency=6)
     )
     assert {result.metrics["loss"] for result in again.fit()} == {result.metrics["loss"] for result in results}
+
+
+def test_what_the_pools_do_is_printed_meanwhile_and_reported_afterwards(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pool_lines, "LINE_S", 0.0)
+    executor = HydraExecutor(BUDGET, devices=["cpu"], concurrency=5)  # pools that no other test has
+    config = tune.RunConfig(storage_path=str(tmp_path), verbose=1)
+    tune.Tuner(train_reporting, resources=executor, run_config=config, param_space={"seed": 1}).fit()
+    (report,) = hydra_tune.report(executor).values()
+    assert [trial["steps"] for trial in report["trials"]] == [4] and report["live"] == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("pool on ")]
+    assert lines and "cpu:0 (virtual) busy" in lines[0], lines
+    assert hydra_tune.report(HydraExecutor(BUDGET, devices=["cpu"], concurrency=7)) == {}
 
 
 def prepared_elsewhere(config: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ from hydra_tune.process.interrupts import interrupts
 from hydra_tune.schedule import events as e
 from hydra_tune.schedule.ledger import SHARED
 from hydra_tune.schedule.machine import Machine
-from hydra_tune.schedule.plan import Direction, Task, TrialPlan
+from hydra_tune.schedule.plan import Task, TrialPlan
 from hydra_tune.schedule.state import PROMOTION
 from hydra_tune.sharing.shared_weights import SharedWeights
 
@@ -136,8 +136,7 @@ class EventLoop:
                 asked_s = promote_s = trace.now_s()
                 if lease.device is not None and self.hear(trial, ends=True):
                     after = None
-                if task.direction is Direction.FORWARD:
-                    lease.pause_s = asked_s - lease.ended_s
+                lease.asks(task, asked_s)
                 ready = e.TaskReady(task, True)
                 self._handle(ready if after is None else self._end(after, asked_s, ready), asked_s)
                 self.check_open(trial)
@@ -249,17 +248,7 @@ class EventLoop:
 
     def await_answer(self, number: int, answer: type[InstructionT], check: Callable[[], None]) -> InstructionT:
         """Under the lock: wait for the next instruction to this trial. `check` may raise, which ends the wait."""
-        lease = self.table.leases[number]
-        if not lease.granted:
-            start_s = self.report.trace.now_s()
-            self._wait(lease, Wait(number), check)
-            if answer is not e.Run:
-                lease.memory_wait_s += self.report.trace.now_s() - start_s
-        instruction = lease.granted.popleft()
-        assert isinstance(instruction, answer), (instruction, answer)
-        return instruction
-
-    def _wait(self, lease: Lease, wait: Wait, check: Callable[[], None]) -> None:
+        lease, wait, asked_s = self.table.leases[number], Wait(number), self.report.trace.now_s()
         while not lease.granted:
             interrupts.check()
             check()
@@ -269,6 +258,11 @@ class EventLoop:
                 lease.wake.wait(wait_s)
             self.end_abandoned()
             self.waiting.goes_on(wait, wait_s)
+        if answer is not e.Run:
+            lease.memory_wait_s += self.report.trace.now_s() - asked_s
+        instruction = lease.granted.popleft()
+        assert isinstance(instruction, answer), (instruction, answer)
+        return instruction
 
     # ---- ends ----
 

@@ -68,6 +68,11 @@ class Lease:
 
     # ---- in the pool, under its lock ----
 
+    def asks(self, task: Task, now_s: float) -> None:
+        """The trial asks for the lease of this task."""
+        if task.direction is Direction.FORWARD:
+            self.pause_s = now_s - self.ended_s
+
     def open(self, task: Task, device: Device, *, others_wait: bool) -> None:
         """Begin a long lease with this task, which the trial's thread has yet to begin."""
         self.yields = others_wait and self.pauses

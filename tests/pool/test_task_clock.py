@@ -161,7 +161,7 @@ def test_tasks_of_a_turn_that_lasts_have_marks_of_their_own(gpu):
     clock, lease = TaskClock(trace := Trace(), gpu), Lease(0, iter([9.0, 10.1, 12.0, 12.1]).__next__, None)
     gpu.now, gpu.marks = 200.0, [100.0, 101.0, 103.0, 103.5]
     mark = clock.begin(10.0)
-    lease.open(F0, gpu)
+    lease.open(F0, gpu, others_wait=False)
     lease.start(F0, 10.0, mark)
     assert lease.end() and lease.begin(1, Direction.BACKWARD) and lease.end()
     assert clock.ran(0, lease.ran) == 1.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
 import sys
 from typing import Any
 
@@ -16,6 +17,9 @@ import wrapt
 from hydra_tune.integrations.frameworks.current_trial import runs_beside_others
 
 logger = logging.getLogger("hydra_tune")
+_OWN_GENERATORS = {"random": "random.Random(seed)", "numpy.random": "numpy.random.default_rng(seed)"}
+# Trainers seed all that there is. A script that calls Lightning's `seed_everything` is warned of that.
+_SEED_BY_THEMSELVES = {"transformers", "accelerate", "lightning", "lightning_fabric"}
 _warned: dict[str, object] = {}
 
 
@@ -33,9 +37,25 @@ def warn_of(name: str, advice: str) -> None:
 
 def install() -> None:
     """Now, or once the library is imported."""
+    _watch_seed(random)
+    wrapt.register_post_import_hook(_watch_seed, "numpy.random")
     wrapt.register_post_import_hook(_watch_wandb, "wandb")
     for package in ("lightning.fabric", "lightning_fabric"):
         wrapt.register_post_import_hook(_watch_seeding, package + ".utilities.seed")
+
+
+def _watch_seed(module: Any) -> None:
+    stock = module.seed
+
+    @functools.wraps(stock)
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if caller not in _SEED_BY_THEMSELVES and runs_beside_others():
+            advice = f"Make a generator of the trial's own: {_OWN_GENERATORS[module.__name__]}"
+            warn_of(f"{module.__name__}.seed", advice)
+        return stock(*args, **kwargs)
+
+    module.seed = seed
 
 
 def _watch_wandb(module: Any) -> None:

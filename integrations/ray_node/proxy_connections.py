@@ -7,6 +7,7 @@ socket takes microseconds, and a proxy that dies is known at once, for its conne
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -50,7 +51,9 @@ class ProxyConnections:
 
     def __init__(self, hears: Callable[[ProxyConnection, Any], None]) -> None:
         self.key = secrets.token_bytes(32)
-        self._listener = Listener(backlog=WAITING, authkey=self.key)
+        # A name in no folder, where there are such: a pool that is killed would leave a file behind.
+        address = f"\0hydra_tune {secrets.token_hex(8)}" if sys.platform == "linux" else None
+        self._listener = Listener(address, backlog=WAITING, authkey=self.key)
         self._hears = hears
         self._proxies: dict[Any, ProxyConnection] = {}  # by its socket
         self._woken, self._waking = Pipe(duplex=False)

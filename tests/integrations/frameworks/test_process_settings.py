@@ -2,10 +2,12 @@
 transformers patches while it loads a model, the default dtype."""
 
 import logging
+import random
 import sys
 import threading
 import types
 
+import numpy
 import optuna
 import pytest
 import torch
@@ -225,6 +227,8 @@ def test_what_is_for_the_whole_process_is_warned_of_beside_other_trials(caplog, 
         both.wait(60)
         wandb.init()
         wandb.init(reinit="create_new")
+        random.seed(trial.number)
+        numpy.random.seed(trial.number)
         if trial.number == 0:
             torch.set_default_dtype(torch.float64)
             torch.set_default_dtype(torch.float32)
@@ -232,11 +236,13 @@ def test_what_is_for_the_whole_process_is_warned_of_beside_other_trials(caplog, 
 
     def alone(_):
         wandb.init()
+        random.seed(0)
+        numpy.random.seed(0)
 
     with caplog.at_level(logging.WARNING, "hydra_tune"):
         side_by_side(alone)
         assert not [text for text in caplog.messages if "whole process" in text]
         side_by_side(objective, objective)
     found = [text for text in caplog.messages if "whole process" in text]
-    assert sorted(text.split(",")[0] for text in found) == ["a trial calls torch.set_default_dtype",
-                                                            "a trial calls wandb.init"]  # fmt: skip
+    names = ["numpy.random.seed", "random.seed", "torch.set_default_dtype", "wandb.init"]
+    assert sorted(text.split(",")[0] for text in found) == [f"a trial calls {name}" for name in names]

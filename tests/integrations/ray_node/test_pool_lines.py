@@ -1,6 +1,9 @@
 """A pool's lines to its proxies, without Ray: what one of them sends does not reach the others."""
 
+import os
 import queue
+import subprocess
+import sys
 from multiprocessing.connection import Client
 
 import pytest
@@ -11,6 +14,7 @@ from ray import cloudpickle
 
 from hydra_tune.integrations.ray_node.messages import GoOn, Raised, StopTrial
 from hydra_tune.integrations.ray_node.proxy_connections import ProxyConnections
+from paths import python_path
 
 
 class NotHere:
@@ -55,6 +59,19 @@ def test_what_cannot_be_read_is_answered_and_the_line_goes_on(lines, heard):
     assert isinstance(error_on(client), ModuleNotFoundError)
     say(client, GoOn())
     assert heard.get(timeout=10)[1] == GoOn()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a socket is a file")
+def test_a_pool_that_is_killed_leaves_no_file(tmp_path):
+    """Each left a folder of its listener in the temporary directory."""
+    script = """if True:
+        import os
+        from hydra_tune.integrations.ray_node.proxy_connections import ProxyConnections
+        print(ProxyConnections(print).address, flush=True)
+        os._exit(0)"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": python_path()}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_of_who_hears_is_answered_and_other_lines_go_on(lines, heard):

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import Any
 
 from ray import cloudpickle
+from ray.util import inspect_serializability
 
 from hydra_tune.errors import ConfigError
+
+
+def _found(payload: Payload) -> str:
+    """Which of the variables that the function refers to cannot be pickled, as far as Ray can tell."""
+    failures: Any = inspect_serializability(payload._content, print_file=StringIO())[1]
+    names = sorted({failure.path[-1] if hasattr(failure, "path") else failure.name for failure in failures})
+    return f". It refers to {', '.join(names)}" if names else ""
 
 
 class Payload:
@@ -28,8 +37,8 @@ class Payload:
         except Exception as error:
             name = getattr(self._content, "__name__", repr(self._content))
             raise ConfigError(
-                f"a trial's function travels to its node's pool, but {name} cannot be pickled: {error}. Make what it "
-                "uses within it, or hand it over by tune.with_parameters."
+                f"a trial's function travels to its node's pool, but {name} cannot be pickled: {error}{_found(self)}. "
+                "Make that within the function."
             ) from error
 
     def __getstate__(self) -> bytes:

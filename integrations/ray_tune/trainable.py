@@ -50,6 +50,15 @@ def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None =
         if not issubclass(train, Trainable):
             raise ConfigError(f"what Tune runs is a function or a ray.tune.Trainable, got the class {train.__name__}.")
         return _class_proxy(train, executor.spec)
+    if isinstance(train, str):
+        raise ConfigError(
+            f"Tune has made something else of what is registered as {train!r}. Give the function itself, or the class."
+        )
+    if hasattr(train, "training_loop") or hasattr(train, "train_loop_per_worker"):
+        raise ConfigError(
+            f"a {type(train).__name__} of Ray Train starts processes of its own, past the pool. Give a function of a "
+            "config that trains with hydra_tune.prepare; it may start a trainer itself, for what is not a pool's."
+        )
     if not callable(train):
         raise ConfigError(f"what Tune runs is a function or a ray.tune.Trainable, got {train!r}.")
     try:

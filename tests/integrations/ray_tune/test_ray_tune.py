@@ -19,6 +19,8 @@ pytest.importorskip("ray")
 
 import ray
 import ray.tune
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
@@ -530,8 +532,13 @@ def test_what_cannot_be_run_is_refused(executor, tmp_path):
         tune.run(train_steps, resources=executor, resources_per_trial={"cpu": 1})
     with pytest.raises(hydra_tune.ConfigError, match=r"'train_steps' was made by ray\.tune\.Experiment"):
         tune.run(ray.tune.Experiment("a", train_steps, storage_path=str(tmp_path)), resources=executor)
+    with pytest.raises(hydra_tune.ConfigError, match=r"registered as 'train'\. Give the function itself"):
+        tune.run("train", resources=executor)
+    trainer = TorchTrainer(train_steps, scaling_config=ScalingConfig(num_workers=1))
+    with pytest.raises(hydra_tune.ConfigError, match="a TorchTrainer of Ray Train starts processes of its own"):
+        tune.Tuner(trainer, resources=executor)
     lock = threading.Lock()
-    with pytest.raises(hydra_tune.ConfigError, match="cannot be pickled"):
+    with pytest.raises(hydra_tune.ConfigError, match=r"It refers to lock\. Make that within the function"):
         tune.run(lambda config: lock, resources=executor, storage_path=str(tmp_path), verbose=0)
 
 

@@ -7,7 +7,25 @@ const ROW = {height: 24, gap: 4}
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim()
 const seconds = us => us >= 1e6 ? (us / 1e6).toFixed(3) + " s" : us >= 1e3 ? (us / 1e3).toFixed(2) + " ms" : us + " µs"
 const bytes = n => n >= 2 ** 30 ? (n / 2 ** 30).toFixed(2) + " GiB" : n >= 2 ** 20 ? (n / 2 ** 20).toFixed(1) + " MiB" : (n / 1024).toFixed(1) + " KiB"
-const colour = trial => `hsl(${trial * 137.508 % 360} 65% 50%)`
+
+// A chart of memory as [from, to, bytes], in pixels. Where several samples are within a pixel, it has the most of them.
+function stairs(samples, left, right) {
+  const bars = []
+  let x = left, used = 0, most = 0
+  const until = to => {
+    if (to - x < 1) return
+    bars.push([x, x + 1, most], [x + 1, to, used])
+    x = to
+    most = used
+  }
+  for (const [at, now] of samples) {
+    until(Math.min(at, right))
+    used = now
+    most = at <= left ? now : Math.max(most, now)
+  }
+  until(right)
+  return bars
+}
 
 async function unpacked(id) {
   const text = document.getElementById(id).textContent.trim()
@@ -19,6 +37,8 @@ async function unpacked(id) {
 class Timeline {
   constructor(run) {
     this.run = run
+    this.names = new Map(run.names.map(([trial, name]) => [trial, name]))
+    this.colours = new Map(run.names.map(([trial, , colour]) => [trial, colour]))
     this.canvas = document.getElementById("timeline")
     this.memory = document.getElementById("memory")
     this.hidden = new Set()
@@ -114,10 +134,10 @@ class Timeline {
 
   bar(pen, key, x, width, y, alpha) {
     pen.globalAlpha = alpha
-    pen.fillStyle = key === "stall" ? css("--stall") : colour(key >> 2)
+    pen.fillStyle = key === "stall" ? css("--stall") : this.colours.get(key >> 2)
     pen.fillRect(x, y, Math.max(width, 1), ROW.height)
     pen.globalAlpha = 1
-    if (key !== "stall" && (key & 3) && width > 2) {
+    if (key !== "stall" && (key & 3)) {
       pen.fillStyle = this.hatch(pen, key & 3)
       pen.fillRect(x, y, width, ROW.height)
     }
@@ -166,17 +186,8 @@ class Timeline {
       pen.beginPath(); pen.moveTo(this.left, y(budgets[number])); pen.lineTo(this.width, y(budgets[number])); pen.stroke()
       pen.setLineDash([])
       pen.fillStyle = pen.strokeStyle = css("--ink")
-      // of each pixel the least and the most
-      const area = new Path2D()
-      let x = this.left, low = 0, high = 0
-      const close = to => { area.rect(x, y(high), Math.max(1, to - x), y(0) - y(high)); x = to }
-      for (const [at, used] of memory[number]) {
-        const place = Math.max(this.left, Math.min(this.width, this.x(at)))
-        if (place - x >= 1) { close(place); high = low }
-        low = used
-        high = Math.max(high, used)
-      }
-      close(this.width)
+      const area = new Path2D(), samples = memory[number].map(([at, used]) => [this.x(at), used])
+      for (const [from, to, used] of stairs(samples, this.left, this.width)) area.rect(from, y(used), to - from, y(0) - y(used))
       pen.globalAlpha = .45
       pen.fill(area)
       pen.globalAlpha = 1
@@ -185,18 +196,18 @@ class Timeline {
   }
 
   legend() {
-    const place = document.getElementById("legend"), {names} = this.run
+    const place = document.getElementById("legend")
     const sample = (style, text) => `<span><span class="sample" style="${style}"></span>${text}</span>`
     const hatch = angle => `background:repeating-linear-gradient(${angle}deg,#888 0 3px,#ccc 3px 5px)`
     place.innerHTML = sample("background:#888", "computes") + sample(hatch(135), "promotes: a shard to the device")
       + sample(hatch(45), "spills: gradients to the host") + sample("background:var(--stall)", "stalled: trials are there, none computes")
-    for (const [trial, name] of Object.entries(names)) {
+    for (const [trial, name, colour] of this.run.names) {
       const button = document.createElement("button")
-      button.innerHTML = `<span class="dot" style="background:${colour(trial)}"></span>`
+      button.innerHTML = `<span class="dot" style="background:${colour}"></span>`
       button.append(name)
       button.title = "hide or show"
       button.onclick = () => {
-        button.classList.toggle("off") ? this.hidden.add(+trial) : this.hidden.delete(+trial)
+        button.classList.toggle("off") ? this.hidden.add(trial) : this.hidden.delete(trial)
         this.draw()
       }
       place.append(button)
@@ -253,10 +264,10 @@ class Timeline {
   }
 
   words(i) {
-    const {spans, names, causes} = this.run, when = `from ${seconds(this.start[i])}, for ${seconds(spans.length[i])}`
+    const {spans, causes} = this.run, when = `from ${seconds(this.start[i])}, for ${seconds(spans.length[i])}`
     if (spans.kind[i] === 3) return `stalled: ${causes[spans.cause[i]]}\n${when}`
     const pass = spans.backward[i] ? "backward" : "forward"
-    return `${names[spans.trial[i]]}: ${KINDS[spans.kind[i]]}, shard ${spans.shard[i]}, ${pass} of step ${spans.step[i]}\n${when}`
+    return `${this.names.get(spans.trial[i])}: ${KINDS[spans.kind[i]]}, shard ${spans.shard[i]}, ${pass} of step ${spans.step[i]}\n${when}`
   }
 }
 
@@ -282,7 +293,12 @@ async function plots() {
   document.head.append(library)
   for (const place of places) {
     const {data, layout} = JSON.parse(place.querySelector("script").textContent)
-    const plain = {paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: {color: css("--text")}, autosize: true}
+    const axis = {gridcolor: css("--line"), zerolinecolor: css("--line")}
+    const template = {...layout.template, layout: {...layout.template?.layout, xaxis: axis, yaxis: axis}}
+    const plain = {
+      template, title: "", autosize: true, margin: {t: 30}, font: {color: css("--text")},
+      paper_bgcolor: "transparent", plot_bgcolor: "transparent", modebar: {bgcolor: "transparent", color: css("--soft")}
+    }
     await Plotly.newPlot(place, data, {...layout, ...plain}, {displaylogo: false, responsive: true})
   }
 }

@@ -22,6 +22,7 @@ from typing import Any
 from hydra_tune.config import format_bytes
 from hydra_tune.errors import ConfigError
 from hydra_tune.show.live_table import format_seconds
+from hydra_tune.show.timeline import trial_colour
 
 _HERE = Path(__file__).parent
 _MOST_SAMPLES = 4000  # of a device's memory, some for each pixel
@@ -113,7 +114,7 @@ def _data(run: RunRecord) -> dict[str, Any]:
     return {
         "devices": [device["name"] for device in devices],
         "budgets": [device["budget_bytes"] for device in devices],
-        "names": {trial["trial"]: trial["name"] for trial in run.report["trials"]},
+        "names": [(trial["trial"], trial["name"], trial_colour(trial["trial"])) for trial in _in_order(run)],
         "memory": memory,
         "end_us": _us(end_s),
         **columns(run.spans),
@@ -155,6 +156,11 @@ def columns(spans: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         found["cause"].append(causes.setdefault(CAUSES.get(cause, cause or "no cause given"), len(causes)))
     names = ("start", "length", "kind", "device", "trial", "shard", "step", "backward", "cause")
     return {"spans": {name: found[name] for name in names}, "causes": list(causes)}
+
+
+def _in_order(run: RunRecord) -> list[Mapping[str, Any]]:
+    """The trials, trial 2 before trial 10."""
+    return sorted(run.report["trials"], key=lambda trial: (len(trial["name"]), trial["name"]))
 
 
 def _us(seconds: float) -> int:
@@ -219,13 +225,13 @@ def _shares(device: Mapping[str, Any], elapsed_s: float) -> str:
 def _table(run: RunRecord) -> str:
     more = [key for key in dict.fromkeys(key for known in run.results.values() for key in known) if key != "state"]
     heads = ["trial", "state", *more, "steps", "ms/step", "weights", "shards", "promoted/step", "computed", "waited"]
-    trials = sorted(run.report["trials"], key=lambda trial: (len(trial["name"]), trial["name"]))
-    rows = "".join(f"<tr>{_row(trial, run.results.get(trial['name'], {}), more)}</tr>" for trial in trials)
+    rows = "".join(f"<tr>{_row(trial, run.results.get(trial['name'], {}), more)}</tr>" for trial in _in_order(run))
     return f"<thead><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr></thead><tbody>{rows}</tbody>"
 
 
 def _row(trial: Mapping[str, Any], known: Mapping[str, Any], more: Sequence[str]) -> str:
-    trial = {"steps": 0, "resident": False, "shards": (), "weight_bytes": 0, **trial}  # it may wait for host memory yet
+    unknown = {"steps": 0, "step_s": None, "resident": False, "shards": (), "weight_bytes": 0}
+    trial = {**unknown, **trial}  # it may wait for host memory yet
     steps = max(1, trial["steps"])
     how = "resident" if trial["resident"] else "spilled"
     state = str(known.get("state", trial["state"]))
@@ -234,16 +240,22 @@ def _row(trial: Mapping[str, Any], known: Mapping[str, Any], more: Sequence[str]
     cells += [(_of_result(known.get(key)), known.get(key, "")) for key in more]
     cells += [
         (str(trial["steps"]), trial["steps"]),
-        (f"{1e3 * (trial['busy_s'] + trial['stalled_s']) / steps:.3g}", (trial["busy_s"] + trial["stalled_s"]) / steps),
+        _ms(trial["step_s"]),
         (format_bytes(trial["weight_bytes"]), trial["weight_bytes"]),
         (str(len(trial["shards"])), len(trial["shards"])),
         (format_bytes(trial["promoted_bytes"] // steps), trial["promoted_bytes"] / steps),
         (f"{trial['busy_s']:.1f} s", trial["busy_s"]),
         (f"{trial['stalled_s']:.1f} s", trial["stalled_s"]),
     ]
-    dot = f'<span class="dot" style="background:hsl({trial["trial"] * 137.508 % 360:.1f} 65% 50%)"></span>'
+    dot = f'<span class="dot" style="background:{trial_colour(trial["trial"])}"></span>'
     first = f"<td>{dot}{escape(trial['name'])}</td>"
     return first + "".join(f'<td data-value="{escape(str(value))}">{escape(text)}</td>' for text, value in cells)
+
+
+def _ms(seconds: float | None) -> tuple[str, Any]:
+    if seconds is None:
+        return "", ""
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}", seconds
 
 
 def _of_result(value: Any) -> str:

@@ -35,7 +35,6 @@ _HATCH = {"run": "", "stall": "", "promote": "/", "spill": "\\"}
 _GREY = "#b0b0b0"  # of stalls; trials have saturated colours
 _LEGEND = "Visits to shards, coloured by trial. Hatched: copies. Grey: a device had trials, and computed for none."
 MOST_BARS = 1500  # in a row of a figure; a browser is slow with many more
-_GOLDEN_DEGREES = 137.508  # between the hues of trials that follow each other: none repeats, and they differ much
 
 
 def chrome_trace(spans: Iterable[Span], device_names: Sequence[str]) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def figure(spans: Iterable[Span], device_names: Sequence[str], memory: Sequence[
             "y": [len(STREAMS) * span["device"] + _STREAM[span["kind"]] for span in group],
             "width": 0.8,  # by default it would depend on the gaps between the rows that this trial has
             "marker": {
-                "color": _GREY if trial == inf else f"hsl({trial * _GOLDEN_DEGREES % 360:.1f},65%,50%)",
+                "color": _GREY if trial == inf else trial_colour(int(trial)),
                 "line": {"width": 0},
                 "pattern": {"shape": [_HATCH[span["kind"]] for span in group]},
             },
@@ -199,6 +198,12 @@ def checked_path(path: str | PathLike[str]) -> Path:
 def _drawn(spans: Iterable[Span]) -> list[Span]:
     """The spans to draw, in order of time."""
     return sorted((span for span in spans if span["kind"] != "wait"), key=_TIMES)
+
+
+def trial_colour(number: int) -> str:
+    """The same in every figure. Hues are a golden angle apart, so that none repeats; those of trials 5 or 8 apart are
+    close, and differ in lightness."""
+    return f"hsl({number * 137.508 % 360:.1f},65%,{(50, 36, 64)[number % 3]}%)"
 
 
 def _trial_name(span: Span) -> str:

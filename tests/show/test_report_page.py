@@ -6,12 +6,16 @@ import itertools
 import json
 import random
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import optuna
 import pytest
 import torch
 
 import hydra_tune
+from hydra_tune.show import report_page
 from hydra_tune.show.environment import environment
 from hydra_tune.show.report_page import RunRecord, columns, page, save_page
 from models import BUDGETS, WIDTH, Net
@@ -25,7 +29,7 @@ def device(name="cpu:0", **more):
 def trial(number=0, **more):
     known = {"trial": number, "name": f"trial {number}", "state": "ended", "resident": False, "steps": 4}
     sizes = {"weight_bytes": 1 << 20, "shards": [1, 2], "promoted_bytes": 4 << 20, "busy_s": 1.0, "stalled_s": 0.5}
-    return {**known, **sizes, **more}
+    return {**known, **sizes, "step_s": 1.375, **more}
 
 
 def span(kind="run", start_s=0.0, end_s=1.0, **more):
@@ -62,10 +66,22 @@ def test_a_page_tells_what_happened_and_asks_no_network():
     text = page(a_run(memory=[(0, 1.0, 50), (0, 2.0, 20)], environment={"torch": "2.13"}))
     assert "computed 60% of the time; the longest stalls, 10%, were measuring first steps." in text
     assert "90 B of 100 B" in text and "<td>torch</td>" in text and "computing 60.0%" in text
-    assert "1.0 MiB" in text and "375" in text, "promoted and milliseconds a step"
+    assert "1.0 MiB" in text and ">1375<" in text, "promoted and milliseconds a step"
     data = data_of(text)
-    assert data["memory"] == [[[1_000_000, 50], [2_000_000, 20]]] and data["names"] == {"0": "trial 0"}
+    assert data["memory"] == [[[1_000_000, 50], [2_000_000, 20]]] and data["names"] == [
+        [0, "trial 0", "hsl(0.0,65%,50%)"]
+    ]
     assert not re.search(r'(src|href)="?http|@import|url\(', text), "nothing is fetched"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_chart_of_memory_ends_where_the_memory_was_given_back():
+    """Two samples within a pixel were drawn as their larger one until the next sample, or until the end."""
+    script = (Path(report_page.__file__).parent / "report_page.js").read_text()
+    samples = [[5, 70], [12, 90], [12.4, 0]]
+    code = script.rpartition("main()")[0] + f"console.log(JSON.stringify(stairs({samples}, 10, 20)))"
+    drawn = subprocess.run(["node", "-e", code], capture_output=True, check=True, text=True).stdout
+    assert json.loads(drawn) == [[10, 11, 70], [11, 12, 70], [12, 13, 90], [13, 20, 0]]
 
 
 def test_names_are_text_and_not_markup():
@@ -132,7 +148,7 @@ def test_a_search_has_a_report_with_its_values_and_plots(tmp_path):
     assert "<title>digits</title>" in text and "<h2>Optimization history</h2>" in text and "Slices" in text
     assert all(f">{t.value:.4g}<" in text and f">{t.params['lr']:.4g}<" in text for t in study.trials)
     data = data_of(text)
-    assert sorted(data["names"].values()) == ["trial 0", "trial 1", "trial 2"] and len(data["devices"]) == 2
+    assert [name for _, name, _ in data["names"]] == ["trial 0", "trial 1", "trial 2"] and len(data["devices"]) == 2
     assert {0, 1, 3} <= set(data["spans"]["kind"]) and all(data["memory"])
     assert max(used for _, used in data["memory"][0]) <= pool.devices[0].budget_bytes
     plain = pool.save_report(tmp_path / "plain.html").read_text()

@@ -203,6 +203,9 @@ class EventLoop:
 
     def _handle(self, event: e.Event, at_s: float | None = None) -> None:
         """Give the machine an event that happened at `at_s`, or now, and carry out its instructions."""
+        if isinstance(event, (e.StepDone, e.PilotDone)) and event.trained:
+            now_s = self.report.trace.now_s()
+            self.report.trace.paces[event.trial].add(1, now_s, now_s)
         recalled: list[Lease] = []
         for instruction in self.machine.handle(event):
             if isinstance(instruction, e.Recall):

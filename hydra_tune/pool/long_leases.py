@@ -105,4 +105,8 @@ class LongLeases:
         lease.told_steps += steps
         if lease.device is None or not (tasks or steps):
             return []
-        return [Worked(lease.trial, self._report.clocks[lease.device.number].ran(lease.trial, tasks), steps)]
+        clock = self._report.clocks[lease.device.number]
+        since_s, seconds = clock.since_s, clock.ran(lease.trial, tasks)
+        if steps:
+            self._report.trace.paces[lease.trial].add(steps, since_s, clock.since_s)
+        return [Worked(lease.trial, seconds, steps)]

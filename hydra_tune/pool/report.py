@@ -100,6 +100,8 @@ class Report:
                 "state": state_of(number),
                 "reserved_bytes": self._machine.reserved_bytes(number) if number in self._machine.trials else 0,
                 **asdict(self.trace.trials[number]),
+                "steps": self.trace.paces[number].steps,
+                "step_s": self.trace.paces[number].step_s,
             }
             for number, summary in self._table.summaries.items()
         ]

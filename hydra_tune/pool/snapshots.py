@@ -23,13 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _FirstSight:
-    """When a trial was seen first, with the device seconds that it had then; and when it was seen first after a step,
-    with the steps that it had made then. Its pace is counted from there: a first step may be a pilot."""
+    """When a trial was seen first, with the device seconds that it had then."""
 
     at_s: float
     device_s: float
-    step_at_s: float = 0.0
-    steps: int = 0
 
 
 class Snapshots:
@@ -42,6 +39,7 @@ class Snapshots:
         self._machine = machine
         self._table = table
         self._report = report
+        self._paces = report.trace.paces
         self._waiting = waiting
         self._first: dict[int, _FirstSight] = {}  # by live trial
 
@@ -58,31 +56,31 @@ class Snapshots:
         )
 
     def figures(self, trial: Trial) -> dict[str, Any]:
-        """One trial's, under flat keys that dashboards sort by. Ray Tune's table shows the first numbers.
+        """One trial's, under flat keys that dashboards sort by; None for what is not known yet. Most is known once a
+        first step was measured. Ray Tune's table shows the first numbers.
 
         hydra/peak_mib      device memory that a step takes at most: the least budget that it fits
-        hydra/step_ms       of a mini-batch, waits included
+        hydra/step_ms       of a mini-batch, with waits and the script's own time
         hydra/stalled_pct   the part of its time at tasks that it waited for the device or a shard
         """
-        totals, steps = self._report.trace.trials[trial.id], int(trial.summary["steps"])
-        at_tasks_s = totals.busy_s + totals.stalled_s
-        state, step_s = "resident" if trial.summary["resident"] else "spilled", None
+        totals, pace = self._report.trace.trials[trial.id], self._paces[trial.id]
+        at_tasks_s, is_cut = totals.busy_s + totals.stalled_s, bool(trial.summary["shards"])
+        state = "resident" if trial.summary["resident"] else "spilled"
         if trial.id in self._machine.trials:
-            now = self._of_trial(trial.id)
-            state, step_s = now.state, now.step_s
-        return {
-            "hydra/state": state,
-            "hydra/device": trial.device.name,
-            "hydra/step_ms": round(1e3 * (step_s or at_tasks_s / max(1, steps)), 2),
+            state = self._state_of(trial.id)
+        measured = {
+            "hydra/step_ms": None if pace.step_s is None else round(1e3 * pace.step_s, 2),
             "hydra/peak_mib": _mib(trial.planner.peak_bytes),
-            "hydra/steps": steps,
+            "hydra/steps": pace.steps,
             "hydra/weights_mib": _mib(trial.summary["weight_bytes"]),
             "hydra/shards": len(trial.summary["shards"]),
             "hydra/promoted_mib": _mib(totals.promoted_bytes),
             "hydra/spilled_mib": _mib(totals.spilled_bytes),
             "hydra/busy_s": round(totals.busy_s, 3),
-            "hydra/stalled_pct": round(100 * totals.stalled_s / at_tasks_s, 1) if at_tasks_s else 0.0,
+            "hydra/stalled_pct": round(100 * totals.stalled_s / at_tasks_s, 1) if at_tasks_s else None,
         }
+        where = {"hydra/state": state, "hydra/device": trial.device.name}
+        return {**where, **(measured if is_cut else dict.fromkeys(measured))}
 
     def _of_device(self, device: Device, state: DeviceState) -> DeviceSnapshot:
         computes = state.ledger.pilot if state.running is None else state.running.trial
@@ -107,16 +105,14 @@ class Snapshots:
         if state is None:  # it waits for host memory
             return TrialSnapshot(name, self._waiting.state_of(number))
         progress, now_s = state.progress, self._report.trace.now_s()
-        first = self._first.setdefault(number, _FirstSight(now_s, progress.device_s))
-        if progress.steps_done and not first.steps:
-            first.step_at_s, first.steps = now_s, progress.steps_done
-        more_steps, lived_s = progress.steps_done - first.steps, now_s - first.at_s
+        first, pace = self._first.setdefault(number, _FirstSight(now_s, progress.device_s)), self._paces[number]
+        lived_s = now_s - first.at_s
         return TrialSnapshot(
             name=name,
             state=self._state_of(number),
-            steps=progress.steps_done,
+            steps=pace.steps,
             total_steps=progress.total_steps,
-            step_s=(now_s - first.step_at_s) / more_steps if more_steps else None,
+            step_s=pace.step_s,
             value=progress.value,
             device_bytes=self._machine.reserved_bytes(number),
             host_bytes=state.host_bytes,

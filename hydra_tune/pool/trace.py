@@ -22,9 +22,10 @@ from hydra_tune.schedule.plan import Task
 from hydra_tune.schedule.state import NO_TRIAL
 
 MAX_SPANS, MAX_SAMPLES = 200_000, 100_000  # the oldest are forgotten first
-LATE_HOST = "launch"  # the cause of a GPU's stall that the scheduler did not see: the host had launched nothing
+LATE_HOST = "launch"  # the cause of a stall that the scheduler did not see: the host was late with a task
 BETWEEN = "no ready task"  # the cause of a stall within a long lease
 _LEAST_STALL_S = 2e-5
+_LEAST_WAKE_S = 1e-3  # of a virtual device's `LATE_HOST`: what the scheduler takes between two tasks is less
 
 
 class Span(NamedTuple):
@@ -63,6 +64,28 @@ class Totals:
     stalled_s: float = 0.0
 
 
+@dataclass
+class Pace:
+    """Of one trial: `steps` mini-batches have ended, each with its backward, the last one at `last_s`."""
+
+    steps: int = 0
+    last_s: float = 0.0
+    _since: tuple[float, int] = (0.0, 0)  # from when on, and from which step on, it is counted
+
+    def add(self, steps: int, since_s: float, until_s: float) -> None:
+        """So many have ended, from `since_s` to `until_s`. A first one alone may be a pilot, and is not counted."""
+        if not self.steps:
+            self._since = (until_s, 1) if steps == 1 else (since_s, 0)
+        self.steps, self.last_s = self.steps + steps, until_s
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds from the end of one to the end of the next, on average: with waits, and with whatever the script does
+        between them. None before the second."""
+        since_s, steps = self._since
+        return (self.last_s - since_s) / (self.steps - steps) if self.steps > steps else None
+
+
 class Trace:
     """One pool's spans and totals. The pool's lock guards it."""
 
@@ -73,6 +96,7 @@ class Trace:
         self._used_bytes: dict[int, int] = {}  # by device, the last of these
         self.devices: defaultdict[int, Totals] = defaultdict(Totals)
         self.trials: defaultdict[int, Totals] = defaultdict(Totals)
+        self.paces: defaultdict[int, Pace] = defaultdict(Pace)  # by trial
         self.stalls: defaultdict[int, defaultdict[str, float]]  # by device, then by cause: seconds
         self.stalls = defaultdict(lambda: defaultdict(float))
         self._start = time.perf_counter()
@@ -169,7 +193,8 @@ class TaskClock:
         self._idle_s, self.cause = since_s, cause
 
     def _stalled(self, start_s: float, end_s: float, cause: str) -> None:
-        if end_s > start_s and cause != NO_TRIAL:
+        least_s = _LEAST_WAKE_S if cause == LATE_HOST and self._device.is_virtual else 0.0
+        if end_s > start_s + least_s and cause != NO_TRIAL:
             self._trace.note_stall(self._device.number, start_s, end_s, cause)
 
     def begin(self, now_s: float) -> Any:
@@ -184,6 +209,7 @@ class TaskClock:
         become known since the last call."""
         if self._device.is_virtual:
             self._trace.note("run", task, self._device.number, self.since_s, end_s)
+            self._idle_s, self.cause = end_s, LATE_HOST  # unless the scheduler knows another, the next thread is late
             return end_s - self.since_s
         self._launch(task, self.since_s, self._begun, self._device.mark(), LATE_HOST)
         return self._told_s(task.trial)

@@ -32,7 +32,7 @@ class TrialSnapshot:
     `state`         before prepare, starts, measuring, waits for .., resident, spilled, paused; complete, pruned,
                     did not fit or failed once it has ended
     `steps`         mini-batches that have ended; `total_steps` is None if the trial has not said how many there are
-    `step_s`        seconds of one, waits included; None before the second
+    `step_s`        seconds of one, with waits and the script's own time; None before the second
     `value`         the last one that was reported, or the final one
     `device_bytes`  on all devices now, `host_bytes` of host memory, both without what it shares with other trials
     `device_share`  the part of the time since it began that a device has computed for it, from 0 to 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hydra_tune
+from hydra_tune.trials.context import trial_context
 from models import BUDGETS, WIDTH, Net
 from waiting import WAIT_S, wait_until
 
@@ -37,6 +38,37 @@ def test_a_trial_is_measured_and_then_runs_as_it_fits(state):
     assert (now.name, now.steps, now.total_steps, now.value) == ("trial 0", 3, 5, None)
     assert now.step_s > 0 and now.left_s == pytest.approx(2 * now.step_s) and 0 < now.device_share <= 1
     assert now.host_bytes > 0 and (now.device_bytes >= now.host_bytes) == (state == "resident")
+
+
+@pytest.mark.parametrize("state", ["spilled", "resident"])
+def test_a_step_takes_what_the_script_takes_between_steps_too_in_all_views(state, monkeypatch):
+    """The study's attribute and the report left out the time between steps, as that of a loader."""
+    pool = hydra_tune.ShardPool(["cpu"], BUDGETS[state])
+    now_s = 0.0
+    monkeypatch.setattr(pool.events.report.trace, "now_s", lambda: now_s)
+    with trial_context(pool, 0) as context:
+        model, optimizer = prepared(pool)
+        told = []
+        for _ in range(4):
+            told.append(pool.figures(context.trials[0])["hydra/step_ms"])
+            step(model, optimizer)
+            now_s += 30.0  # the clock stands still else
+        assert pool.snapshot().trials[0].step_s == 30
+    (ended,) = pool.report()["trials"]
+    assert (ended["steps"], ended["step_s"]) == (4, 30)
+    assert told[:2] == [None, None] and told[3] == 30_000
+
+
+def test_nothing_is_told_before_it_is_known():
+    """The first attributes of a trial were zeros."""
+    pool = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"])
+    with trial_context(pool, 0) as context:
+        model, optimizer = prepared(pool)
+        known = {key: told for key, told in pool.figures(context.trials[0]).items() if told is not None}
+        assert known == {"hydra/state": "starts", "hydra/device": pool.devices[0].name}
+        for _ in range(3):
+            step(model, optimizer)
+        assert None not in pool.figures(context.trials[0]).values()
 
 
 def test_a_trial_that_waits_says_for_what_and_an_ended_one_is_gone():

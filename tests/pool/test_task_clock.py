@@ -67,6 +67,19 @@ def test_on_the_cpu_tasks_take_what_the_host_saw():
     ]
 
 
+def test_a_virtual_device_waits_for_the_thread_that_has_its_lease():
+    """The timeline had gaps that were neither work nor stalls: the next trial's thread had not woken yet."""
+    trace = Trace()
+    clock = TaskClock(trace, Device(0, 1024))
+    clock.begin(1.0)
+    clock.end(F0, 2.0)
+    clock.begin(2.25)
+    clock.end(OTHER, 3.0)
+    clock.begin(3.0005)  # the scheduler's own time
+    assert [s[0] for s in spans(trace)] == ["run", "stall", "run"]
+    assert spans(trace)[1] == ("stall", -1, -1, 2.0, 2.25, LATE_HOST)
+
+
 def test_a_cause_gives_way_to_another():
     trace = Trace()
     clock = TaskClock(trace, Device(0, 1024))

@@ -46,7 +46,8 @@ class Outcome:
         self.prepared = bool(self.context.trials)
         if self.prepared and not self.told:
             for key, value in figures_of(self.context.trials).items():
-                self.trial.set_user_attr(key, value)
+                if value is not None:
+                    self.trial.set_user_attr(key, value)
 
     def note_constraint(self) -> None:
         """For an objective that has called `memory_constraint`."""

@@ -110,14 +110,14 @@ class SearchProgress:
             )
 
     def attributes(self) -> dict[str, Any]:
-        """Of the study: flat, so that a dashboard shows and sorts them."""
+        """Of the study: flat, so that a dashboard shows and sorts them; None for what is not known yet."""
         search, devices = self.search(), self._pool.snapshot().devices
         busy, stalled = self._shares()
         return {
             "hydra/devices": ", ".join(device.name for device in devices),
             "hydra/budget_mib": _mib(sum(device.budget_bytes for device in devices)),
-            "hydra/peak_mib": _mib(sum(device.peak_bytes for device in devices)),
-            "hydra/busy_pct": round(100 * busy, 1),
+            "hydra/peak_mib": _mib(sum(device.peak_bytes for device in devices)) or None,
+            "hydra/busy_pct": round(100 * busy, 1) or None,
             "hydra/stalled_pct": round(100 * sum(stalled.values()), 1),
             "hydra/did_not_fit": search.did_not_fit,
         }

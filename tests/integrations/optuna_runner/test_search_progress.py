@@ -69,6 +69,29 @@ def test_figures_are_in_the_storage_while_a_trial_runs(tmp_path):
     assert {"hydra/devices", "hydra/busy_pct", "hydra/did_not_fit"} <= set(study.user_attrs)
 
 
+def test_the_first_step_is_told_at_once_and_nothing_before_it_is_known(monkeypatch, tmp_path):
+    """With SQLite the first write took long, so that the second came ten seconds later; until then all were zeros."""
+    monkeypatch.setattr(live_attributes, "LEAST_PAUSE_S", 3600.0)
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path / 'study.db'}")
+
+    def told():
+        return {key: value for t in study.get_trials() for key, value in t.user_attrs.items()}
+
+    def objective(trial):
+        model = Net()
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        wait_until(lambda: "hydra/did_not_fit" in study.user_attrs)
+        assert set(told()) <= {"hydra/state", "hydra/device"}
+        assert not {"hydra/busy_pct", "hydra/peak_mib"} & set(study.user_attrs)
+        for _ in range(2):
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+        wait_until(lambda: told().get("hydra/steps"))
+        return 0.0
+
+    search(objective, 1, study=study)
+
+
 def test_a_storage_that_fails_costs_the_live_figures_alone(monkeypatch, caplog):
     def fail(*_):
         raise OSError("No space left on device")

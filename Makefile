@@ -1,7 +1,7 @@
 # make demo   set up .venv, install, run the main job          make check   ruff and mypy
 # make test   set up .venv, install, check, run the tests      make bench   the benchmarks, results in benchmarks/results
 # make proof  the slow proofs                                  make docs    the site, in build/site; then without a network
-# make clean  remove .venv and what was built
+# make clean  remove .venv and what was built              make notebooks   run them anew, and keep their outputs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +11,7 @@ DOCS_READY := $(VENV)/.docs-ready
 # A test that hangs says where, and fails.
 HANGS := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
-.PHONY: demo test proof check docs bench clean
+.PHONY: demo test proof check docs bench notebooks clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml setup.cfg constraints.txt
@@ -55,6 +55,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.interleaving
 	$(BIN)/python -m benchmarks.ray_tune
 	$(BIN)/python -m benchmarks.ray_nodes
+
+# A cell that fails ends it.
+notebooks: $(READY)
+	$(BIN)/python .ci/run_notebooks.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

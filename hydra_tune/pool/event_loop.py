@@ -205,7 +205,7 @@ class EventLoop:
         """Give the machine an event that happened at `at_s`, or now, and carry out its instructions."""
         if isinstance(event, (e.StepDone, e.PilotDone)) and event.trained:
             now_s = self.report.trace.now_s()
-            self.report.trace.paces[event.trial].add(1, now_s, now_s)
+            self.report.note_steps(event.trial, 1, now_s, now_s)
         recalled: list[Lease] = []
         for instruction in self.machine.handle(event):
             if isinstance(instruction, e.Recall):
@@ -279,8 +279,7 @@ class EventLoop:
         """Take back what trials hold whose models were garbage collected. So a plain script's trial ends."""
         with self.lock:
             abandoned = self.table.abandoned
-            for _ in range(len(abandoned)):
-                number = abandoned.popleft()
+            for number in [abandoned.popleft() for _ in range(len(abandoned))]:  # an end may lead here again
                 if number in self.promotions.under_way:
                     abandoned.append(number)
                 else:
@@ -293,6 +292,7 @@ class EventLoop:
             if number in table.leases:
                 table.summaries[number]["state"] = "ended"
                 self._handle_all(self.long_leases.drop(table.leases[number]))
+                self.report.tell(ends=True)
                 end_trial(number, self.devices)  # before its bytes go to others
                 self.shared_weights.leave(number)
                 self._handle(e.TrialEnded(number))

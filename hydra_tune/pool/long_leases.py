@@ -108,5 +108,5 @@ class LongLeases:
         clock = self._report.clocks[lease.device.number]
         since_s, seconds = clock.since_s, clock.ran(lease.trial, tasks)
         if steps:
-            self._report.trace.paces[lease.trial].add(steps, since_s, clock.since_s)
+            self._report.note_steps(lease.trial, steps, since_s, clock.since_s)
         return [Worked(lease.trial, seconds, steps)]

@@ -29,12 +29,26 @@ class Report:
         self.lock = lock
         self.trace = Trace()
         self.clocks = [TaskClock(self.trace, device) for device in devices]
+        # Called when a trial has made its first step, with False; and when one ends, which is still there, with True
+        self.listeners: list[Callable[[bool], None]] = []
         self._told: tuple[Any, Any] = (None, None)  # the last span and sample of memory that `news` has told
         self._devices = devices
         self._machine = machine
         self._table = table
 
     # ---- what is reported to it ----
+
+    def note_steps(self, trial: int, steps: int, since_s: float, until_s: float) -> None:
+        """The trial has made so many training steps, from `since_s` to `until_s`."""
+        pace = self.trace.paces[trial]
+        is_first = not pace.steps
+        pace.add(steps, since_s, until_s)
+        if is_first:
+            self.tell(ends=False)
+
+    def tell(self, *, ends: bool) -> None:
+        for listener in list(self.listeners):
+            listener(ends)
 
     def note_moved(self, trial: int, what: str, device: Device, num_bytes: int) -> None:
         """Count bytes that a trial has moved. `what` is an attribute of `Totals`, as ``"promoted_bytes"``."""
@@ -91,7 +105,8 @@ class Report:
         }
 
     def of_trials(self, state_of: Callable[[int], str]) -> list[dict[str, Any]]:
-        """Data on each trial, ended ones included."""
+        """Data on each trial, ended ones included. `steps` have begun, evaluations too; `trained_steps` have ended, of
+        which one takes `step_s`."""
         return [
             {
                 "trial": number,
@@ -100,7 +115,7 @@ class Report:
                 "state": state_of(number),
                 "reserved_bytes": self._machine.reserved_bytes(number) if number in self._machine.trials else 0,
                 **asdict(self.trace.trials[number]),
-                "steps": self.trace.paces[number].steps,
+                "trained_steps": self.trace.paces[number].steps,
                 "step_s": self.trace.paces[number].step_s,
             }
             for number, summary in self._table.summaries.items()

@@ -140,7 +140,10 @@ class NotebookScreen(Screen):
     def show(self, snapshot: PoolSnapshot) -> None:
         from rich.console import Console
 
-        console = Console(file=StringIO(), record=True, force_terminal=True, width=NOTEBOOK_COLUMNS)
+        # without force_jupyter rich displays in a notebook what it prints: each frame would be an output
+        console = Console(
+            file=StringIO(), record=True, force_terminal=True, force_jupyter=False, width=NOTEBOOK_COLUMNS
+        )
         console.print(LiveTable(snapshot))
         code = console.export_html(inline_styles=True, code_format="{code}")
         self._handle.update(self._html(f'<pre style="line-height:1.25">{code}</pre>'))

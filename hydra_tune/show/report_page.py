@@ -230,7 +230,7 @@ def _table(run: RunRecord) -> str:
 
 
 def _row(trial: Mapping[str, Any], known: Mapping[str, Any], more: Sequence[str]) -> str:
-    unknown = {"steps": 0, "step_s": None, "resident": False, "shards": (), "weight_bytes": 0}
+    unknown = {"steps": 0, "trained_steps": 0, "step_s": None, "resident": False, "shards": (), "weight_bytes": 0}
     trial = {**unknown, **trial}  # it may wait for host memory yet
     steps = max(1, trial["steps"])
     how = "resident" if trial["resident"] else "spilled"
@@ -239,7 +239,7 @@ def _row(trial: Mapping[str, Any], known: Mapping[str, Any], more: Sequence[str]
     cells: list[tuple[str, Any]] = [(shown, shown)]
     cells += [(_of_result(known.get(key)), known.get(key, "")) for key in more]
     cells += [
-        (str(trial["steps"]), trial["steps"]),
+        (str(trial["trained_steps"]), trial["trained_steps"]),
         _ms(trial["step_s"]),
         (format_bytes(trial["weight_bytes"]), trial["weight_bytes"]),
         (str(len(trial["shards"])), len(trial["shards"])),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.pool.shard_pool import ShardPool
+from hydra_tune.show.snapshot import PoolSnapshot
 
 logger = logging.getLogger("hydra_tune")
 Log = Callable[[dict[str, float], int], None]
@@ -30,34 +32,53 @@ def log_figures(pool: ShardPool, to: Any, *, every_s: float = 10.0) -> Iterator[
     Args:
         to: a TensorBoard ``SummaryWriter``; the module ``mlflow``, with a run that is active; or a function that is
             given a dict of numbers and the second.
-        every_s: seconds between two times.
+        every_s: seconds between two times, at most: a trial's first step and its end are logged when they come.
 
     Raises:
         ConfigError: `to` is none of these, MLflow has no active run, or `every_s` is not positive.
     """
     if not every_s > 0:
         raise ConfigError(f"every_s is how many seconds pass between figures, more than 0; got {every_s!r}.")
-    log, ended = _log_to(to), threading.Event()
+    log = _log_to(to)
+    told: SimpleQueue[PoolSnapshot | bool] = SimpleQueue()  # True: a first step was made; False: the block is over
+
+    def listen(ends: bool) -> None:
+        told.put(pool.snapshot() if ends else True)
 
     def run() -> None:
         before: dict[str, Any] = {}
-        over = False
-        while not over:
-            over = ended.wait(every_s)
+        goes_on = True
+        while goes_on:
+            news = _told_within(every_s, told)
+            goes_on = False not in news
             try:
-                snapshot = pool.snapshot()
-                log(_figures(snapshot, before), int(snapshot.elapsed_s))
+                snapshots = [*(each for each in news if isinstance(each, PoolSnapshot)), pool.snapshot()]
+                figures = {key: n for snapshot in snapshots for key, n in _of_trials(snapshot).items()}
+                log({**_of_devices(snapshots[-1], before), **figures}, int(snapshots[-1].elapsed_s))
             except Exception as error:
                 logger.warning("figures of the pool are no longer logged (%s)", error)
                 return
 
     thread = threading.Thread(target=run, name="hydra_tune figures", daemon=True)
+    listeners = pool.events.report.listeners
+    listeners.append(listen)
     thread.start()
     try:
         yield
     finally:
-        ended.set()
+        listeners.remove(listen)
+        told.put(False)
         thread.join()
+
+
+def _told_within(seconds: float, told: SimpleQueue[PoolSnapshot | bool]) -> list[PoolSnapshot | bool]:
+    """Waits until something is told, or for so long. Returns all that has been told."""
+    found: list[PoolSnapshot | bool] = []
+    with suppress(Empty):
+        found.append(told.get(timeout=seconds))
+        while True:
+            found.append(told.get_nowait())
+    return found
 
 
 def _log_to(to: Any) -> Log:
@@ -82,7 +103,7 @@ def _to_mlflow(mlflow: Any, run_id: str, figures: dict[str, float], second: int)
     mlflow.log_metrics({name.replace(":", "_"): value for name, value in figures.items()}, step=second, run_id=run_id)
 
 
-def _figures(snapshot: Any, before: dict[str, Any]) -> dict[str, float]:
+def _of_devices(snapshot: PoolSnapshot, before: dict[str, Any]) -> dict[str, float]:
     """`before` has the sums at the time before, by device, and gets those of now."""
     found: dict[str, float] = {}
     elapsed_s = snapshot.elapsed_s - before.get("", 0.0)
@@ -94,6 +115,11 @@ def _figures(snapshot: Any, before: dict[str, Any]) -> dict[str, float]:
         found[f"hydra/{device.name}/used_mib"] = device.used_bytes / 2**20
         found[f"hydra/{device.name}/busy_pct"] = 100 * busy_s / elapsed_s if elapsed_s else 0.0
         found[f"hydra/{device.name}/stalled_pct"] = 100 * stalled_s / elapsed_s if elapsed_s else 0.0
+    return found
+
+
+def _of_trials(snapshot: PoolSnapshot) -> dict[str, float]:
+    found: dict[str, float] = {}
     for trial in snapshot.trials:
         found[f"hydra/{trial.name}/steps"] = float(trial.steps)
         if trial.step_s is not None:

@@ -18,7 +18,12 @@ from hydra_tune.show.snapshot import PoolSnapshot, SearchSnapshot, TrialSnapshot
 if TYPE_CHECKING:
     import optuna
 
-_CAUSES = {"pilot": "measuring first steps", "memory": "waiting for memory", "no ready task": "without a ready task"}
+_CAUSES = {
+    "pilot": "measuring first steps",
+    "memory": "waiting for memory",
+    "no ready task": "without a ready task",
+    "launch": "waiting for the host",
+}
 
 
 @dataclass

@@ -54,7 +54,7 @@ def test_a_trial_that_sleeps_within_its_step_has_no_lease_and_the_report_says_wh
         with trial_context(pool, 1):
             train(Net(), pool, 3, lambda _: None)
         sleeper, other = pool.report()["trials"]
-        assert (sleeper["steps"], other["steps"]) == (1, 3)
+        assert (sleeper["steps"], other["steps"]) == (2, 3)
         assert sleeper["reserved_bytes"] == device.used_bytes > 0
         assert other["reserved_bytes"] == 0
         awake.set()

@@ -55,7 +55,7 @@ def test_a_step_takes_what_the_script_takes_between_steps_too_in_all_views(state
             now_s += 30.0  # the clock stands still else
         assert pool.snapshot().trials[0].step_s == 30
     (ended,) = pool.report()["trials"]
-    assert (ended["steps"], ended["step_s"]) == (4, 30)
+    assert (ended["trained_steps"], ended["step_s"]) == (4, 30)
     assert told[:2] == [None, None] and told[3] == 30_000
 
 

@@ -3,6 +3,7 @@
 import threading
 from types import SimpleNamespace
 
+import optuna
 import pytest
 import torch
 
@@ -34,6 +35,32 @@ def test_a_function_gets_numbers_of_devices_and_trials_also_a_last_time(pool):
     assert all(type(value) is float for value in figures.values())
     assert logged[0][0][f"hydra/{name}/busy_pct"] > 0 == figures[f"hydra/{name}/busy_pct"], "since the time before"
     assert not [t for t in threading.enumerate() if t.name == "hydra_tune figures"]
+
+
+def test_first_steps_and_ends_are_logged_when_they_come():
+    """Of runs that were shorter than `every_s` nothing was logged but devices."""
+    pool, logged = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]), []
+
+    def steps(name):
+        return [figures[key] for figures in logged if (key := f"hydra/{name}/steps") in figures]
+
+    def objective(trial):
+        model = Net()
+        model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(3):
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and trial.number == 0:
+                wait_until(lambda: steps("trial 0"))  # by now a forward has ended the first step
+        trial.report(0.5, 3)
+        return 0.5
+
+    with hydra_tune.log_figures(pool, lambda figures, _: logged.append(figures), every_s=3600):
+        hydra_tune.HydraTrialRunner(pool, 1).optimize(optuna.create_study(), objective, 2)
+    assert steps("trial 0")[0] < steps("trial 0")[-1] == steps("trial 1")[-1] == 3
+    assert {figures.get("hydra/trial 1/value") for figures in logged} == {None, 0.5}
+    assert len(logged) <= 5, "not more often than that"
 
 
 def test_a_summary_writer_gets_scalars(pool):

@@ -203,9 +203,7 @@ class EventLoop:
 
     def _handle(self, event: e.Event, at_s: float | None = None) -> None:
         """Give the machine an event that happened at `at_s`, or now, and carry out its instructions."""
-        if isinstance(event, (e.StepDone, e.PilotDone)) and event.trained:
-            now_s = self.report.trace.now_s()
-            self.report.note_steps(event.trial, 1, now_s, now_s)
+        self.report.note_event(event)
         recalled: list[Lease] = []
         for instruction in self.machine.handle(event):
             if isinstance(instruction, e.Recall):
@@ -278,10 +276,9 @@ class EventLoop:
     def end_abandoned(self) -> None:
         """Take back what trials hold whose models were garbage collected. So a plain script's trial ends."""
         with self.lock:
-            abandoned = self.table.abandoned
-            for number in [abandoned.popleft() for _ in range(len(abandoned))]:  # an end may lead here again
+            for number in self.table.take_abandoned():
                 if number in self.promotions.under_way:
-                    abandoned.append(number)
+                    self.table.abandoned.append(number)
                 else:
                     self.forget(number)
 

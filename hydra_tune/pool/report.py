@@ -16,6 +16,7 @@ from typing import Any
 from hydra_tune.devices.device import Device
 from hydra_tune.pool.trace import TaskClock, Trace
 from hydra_tune.pool.trial_table import TrialTable
+from hydra_tune.schedule.events import Event, PilotDone, StepDone
 from hydra_tune.schedule.ledger import SHARED
 from hydra_tune.schedule.machine import Machine
 
@@ -37,6 +38,12 @@ class Report:
         self._table = table
 
     # ---- what is reported to it ----
+
+    def note_event(self, event: Event) -> None:
+        """Count a training step that has ended now, outside of long leases."""
+        if isinstance(event, (StepDone, PilotDone)) and event.trained:
+            now_s = self.trace.now_s()
+            self.note_steps(event.trial, 1, now_s, now_s)
 
     def note_steps(self, trial: int, steps: int, since_s: float, until_s: float) -> None:
         """The trial has made so many training steps, from `since_s` to `until_s`."""

@@ -32,3 +32,7 @@ class TrialTable:
         self.live[trial.id] = trial
         self.summaries[trial.id] = trial.summary
         weakref.finalize(trial, self.abandoned.append, trial.id).atexit = False
+
+    def take_abandoned(self) -> list[int]:
+        """Those so far. Who ends one of them may call this again."""
+        return [self.abandoned.popleft() for _ in range(len(self.abandoned))]

@@ -102,7 +102,7 @@ def figure(spans: Iterable[Span], device_names: Sequence[str], memory: Sequence[
             "hovertext": [_hover(span) for span in group],
             "hovertemplate": "%{hovertext}<extra></extra>",
         }
-        for trial, group in sorted(spans_of.items())
+        for trial, group in sorted(spans_of.items(), key=_by_name)
     ]
     labels = [label for name in device_names for label in (name, *STREAMS[1:])]
     layout: dict[str, Any]
@@ -120,6 +120,7 @@ def figure(spans: Iterable[Span], device_names: Sequence[str], memory: Sequence[
     }
     if memory:
         layout |= {"yaxis": {**layout["yaxis"], "domain": [0.32, 1.0]}, "height": layout["height"] + 200}
+        layout["xaxis"]["anchor"] = "y2"  # the seconds are below the memory
         layout["yaxis2"] = {
             "domain": [0.0, 0.24],
             "title": {"text": "MiB used"},
@@ -128,6 +129,13 @@ def figure(spans: Iterable[Span], device_names: Sequence[str], memory: Sequence[
         }
     lines = [_memory_line(number, name, memory) for number, name in enumerate(device_names) if memory]
     return go.Figure([*(go.Bar(bar) for bar in bars), *(go.Scattergl(line) for line in lines)], layout)
+
+
+def _by_name(spans_of_trial: tuple[float, list[Span]]) -> tuple[bool, int, str]:
+    """Trial 2 before trial 10, stalls last."""
+    trial, spans = spans_of_trial
+    name = _trial_name(spans[0])
+    return trial == inf, len(name), name
 
 
 def _memory_line(device: int, name: str, memory: Sequence[tuple[int, float, int]]) -> dict[str, Any]:

@@ -27,9 +27,16 @@ def device(name="cpu:0", **more):
 
 
 def trial(number=0, **more):
-    known = {"trial": number, "name": f"trial {number}", "state": "ended", "resident": False, "steps": 4, "trained_steps": 4}
+    known = {
+        "trial": number,
+        "name": f"trial {number}",
+        "state": "ended",
+        "resident": False,
+        "steps": 4,
+        "trained_steps": 4,
+    }
     sizes = {"weight_bytes": 1 << 20, "shards": [1, 2], "promoted_bytes": 4 << 20, "busy_s": 1.0, "stalled_s": 0.5}
-    return {**known, **sizes, "step_s": 1.375, **more}
+    return {**known, **sizes, "steps": 4, "trained_steps": 4, "step_s": 1.375, **more}
 
 
 def span(kind="run", start_s=0.0, end_s=1.0, **more):

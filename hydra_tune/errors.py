@@ -37,15 +37,23 @@ class ReturnsWeightsError(PrepareError):
         self.weights = weights
 
 
+# What helps where there is no room, for `does_not_fit`.
+LARGER = "a larger memory=: hydra_tune.plan says how large"
+SMALLER_STEP = "a smaller batch, shorter inputs or half precision"
+FINER = "splitting it into smaller children"
+
+
 class BudgetError(HydraTuneError, ValueError, RuntimeError):
     """Something needs more bytes than the budget of the device or of the host, however it is cut or ordered.
+    `does_not_fit` writes its message.
 
     Like PyTorch's own error it is a `RuntimeError` whose text says "out of memory". So a script that halves the batch
     on such an error (accelerate's `find_executable_batch_size`) recognises it.
 
     Attributes:
-        lack: the share of the budget that is missing: needed / budget - 1. The need may be a guess; 1.0 without any.
-        need_bytes: the budget that would be needed, None if unknown.
+        lack: the share of the budget that is missing: needed / budget - 1. Where `need_bytes` is unknown it is a guess,
+            1.0 without any.
+        need_bytes: the least budget that would do, None if unknown: a first step that finds no room is not measured.
         argument: of `ShardPool`, the one that gives this budget.
         blocks: names of the blocks, if each of them alone needs too much.
     """
@@ -66,6 +74,13 @@ class BudgetError(HydraTuneError, ValueError, RuntimeError):
         self.lack, self.blocks = max(need_bytes / max(1, budget_bytes) - 1.0, 0.01), blocks
         self.need_bytes, self.argument = need_bytes, argument
         return self
+
+
+def does_not_fit(what: str, needs: str, there_is: str, helps: tuple[str, str, str], *, beside: str = "") -> BudgetError:
+    """A refusal. All have this form, with the three things that `helps`, and what else takes the room `beside` it."""
+    first, second, third = helps
+    told = f"{what} does not fit: it needs {needs}, and {there_is}."
+    return BudgetError(f"{told} What helps: (1) {first}; (2) {second}; (3) {third}.{beside}")
 
 
 class PoolClosedError(HydraTuneError, RuntimeError):

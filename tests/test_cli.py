@@ -71,7 +71,7 @@ def test_a_timeline_is_saved_and_a_sweep_has_a_name(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["nowhere.json"], "a workload is a JSON file or one of hydra-bert, "),
-        (["hydra-bert", "--memory", "1GB"], "needs 8.3 GiB, and the smallest device has 953.7 MiB. Raise"),
+        (["hydra-bert", "--memory", "1GB"], "it needs 8.4 GiB, and the smallest device has 953.7 MiB. What"),
         (["random-heterogeneous", "--policy", "lifo"], "policy is a Policy or one of sharded-lrtf, "),
         (["random-heterogeneous", "--devices", "0"], "devices is how many, at least 1, "),
         (["random-heterogeneous", "--link", "fast"], "a positive number of bytes, got 'fast'"),

@@ -24,7 +24,7 @@ import torch
 
 from hydra_tune.config import format_bytes
 from hydra_tune.devices.tensor_bytes import parts_of, tensor_bytes
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import LARGER, SMALLER_STEP, BudgetError, does_not_fit
 from hydra_tune.process.fork import gate, new_in_child
 
 if TYPE_CHECKING:
@@ -37,8 +37,30 @@ _lock = new_in_child(threading.RLock())
 # Each live storage that is counted, by its address: a reference, its meter, its bytes. A storage that several trials
 # share is counted for the first of them.
 _counted: dict[int, tuple[weakref.ref[torch.UntypedStorage], TrialMeter, int]] = {}
-ADVICE = "Lower the batch size, keep fewer tensors, or raise the pool's memory=."
+_ADVICE = "Lower the batch size, keep fewer tensors, or raise the pool's memory=."
 os.register_at_fork(after_in_child=_counted.clear)  # a forked child has nothing on a device
+
+
+class NoRoomError(torch.OutOfMemoryError):
+    """As a GPU raises it, where a budget is kept by counting. `needs` says how much would have been enough so far."""
+
+    needs = ""
+
+
+def no_room(needs: str, message: str) -> NoRoomError:
+    error = NoRoomError(message)
+    error.needs = needs
+    return error
+
+
+def told(error: Exception) -> str:
+    """What it says, without advice, and without what CUDA says of the whole GPU."""
+    return str(error).removesuffix(_ADVICE).partition(". GPU ")[0].rstrip(" .")
+
+
+def needs(error: Exception) -> str:
+    """For a refusal: what would have been needed."""
+    return getattr(error, "needs", "") or f"more than is left ({told(error)})"
 
 
 class TrialMeter:
@@ -96,9 +118,10 @@ class TrialMeter:
     def _charge(self, num_bytes: int) -> None:
         device = self.device
         if device.is_virtual and device.live_bytes + num_bytes > device.budget_bytes:
-            raise torch.OutOfMemoryError(
+            raise no_room(
+                f"at least {format_bytes(device.live_bytes + num_bytes - self._others_bytes, up=True)}",
                 f"{device.name} holds {format_bytes(device.live_bytes)} and was asked for {format_bytes(num_bytes)} "
-                f"more, but its budget is {format_bytes(device.budget_bytes)}. {ADVICE}"
+                f"more, but its budget is {format_bytes(device.budget_bytes)}. {_ADVICE}",
             )
         self.trial_bytes += num_bytes
         self.window_peak = max(self.window_peak, self.trial_bytes)
@@ -142,11 +165,25 @@ class TrialMeter:
         if pilot is None or self.inside:
             return error
         pilot.failed, self.counting = True, self.always
-        return self.no_room(error)
+        return self.refused_step(error)
 
-    def no_room(self, error: torch.OutOfMemoryError) -> BudgetError:
-        """The error that ends a pilot."""
-        return BudgetError(f"a step does not fit the budget, with what it keeps between its blocks: {error}")
+    def refused_step(self, error: torch.OutOfMemoryError) -> BudgetError:
+        """The error that ends a pilot which has no room beside its blocks."""
+        helps = LARGER, SMALLER_STEP, "keeping fewer tensors between layers, such as hidden states"
+        refusal = does_not_fit("a step, with what it keeps between its blocks,", needs(error), self.room, helps)
+        return refusal if (pilot := self.pilot()) is None else pilot.refused(refusal)
+
+    @property
+    def room(self) -> str:
+        """For a refusal: what a pilot has on the device."""
+        others = f", of which other trials hold {format_bytes(self._others_bytes)}" if self._others_bytes else ""
+        return f"the budget of {self.device.name} is {format_bytes(self.device.budget_bytes)}{others}"
+
+    @property
+    def _others_bytes(self) -> int:
+        """What other trials hold on the device while this one's pilot has the rest."""
+        pilot = self.pilot()
+        return 0 if pilot is None else self.device.budget_bytes - pilot.free_bytes
 
     def watch_outside(self) -> None:
         """Begin to measure between visits: the trial's highest bytes, beyond those it has now."""

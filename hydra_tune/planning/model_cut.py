@@ -17,8 +17,7 @@ from torch import nn
 
 from hydra_tune.blocks.block import Block
 from hydra_tune.blocks.stand_ins import BlockForward
-from hydra_tune.devices.meter import ADVICE
-from hydra_tune.errors import BudgetError, PrepareError
+from hydra_tune.errors import FINER, LARGER, SMALLER_STEP, BudgetError, PrepareError, does_not_fit
 from hydra_tune.planning import partition
 from hydra_tune.planning.adapters import REASON, adapters_to_hold
 from hydra_tune.planning.fingerprint import has_users_hook
@@ -87,12 +86,17 @@ class ModelCut:
         """
         opens = partition.has_children(block.module)
         if not opens and reason.startswith(TOO_LARGE):
-            raise self.no_room(block, reason)
+            raise self.refused_block(block, reason)
         self.adopt(self.choices.adding("opened" if opens else "kept", [block.name], reason))
 
-    def no_room(self, block: Block, reason: str) -> BudgetError:
-        why = reason.removeprefix("it ").removesuffix(ADVICE).rstrip(" .")
-        return BudgetError(f"block {block.name} {why}. {self.choices.advice()}")
+    def refused_block(self, block: Block, reason: str) -> BudgetError:
+        """The error that ends a pilot. `reason` is `TOO_LARGE`, and what the block needs."""
+        pilot, meter = self._trial.planner.pilot, self._trial.meter
+        weights = pilot is not None and block.weight_bytes > pilot.free_bytes
+        helps = LARGER, "a narrower layer or half precision" if weights else SMALLER_STEP, FINER
+        needs, beside = reason.removeprefix(f"{TOO_LARGE}: it needs "), self.choices.staying()
+        refusal = does_not_fit(f"block {block.name}", needs, meter.room, helps, beside=beside)
+        return refusal if pilot is None else pilot.refused(refusal)
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         """In a pilot: hold a weight of this block on the device from here on. Returns the new block of the module."""
@@ -107,7 +111,7 @@ class ModelCut:
         try:
             self.adopt(self.choices.adding("held", [name], reason))
         except torch.OutOfMemoryError as error:
-            raise trial.meter.no_room(error) from None
+            raise trial.meter.refused_step(error) from None
         if trial.casts.has(weight):
             raise PrepareError(
                 "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "

@@ -21,7 +21,7 @@ from hydra_tune.blocks.root import SeveralModels
 from hydra_tune.blocks.tree import flatten, tensors_in
 from hydra_tune.config import format_bytes
 from hydra_tune.devices.tensor_bytes import tensor_bytes
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import FINER, SMALLER_STEP, does_not_fit
 from hydra_tune.schedule.ledger import HeldWeights
 from hydra_tune.schedule.plan import BlockProfile, Cut, Shard, TrialPlan
 
@@ -147,21 +147,24 @@ def make_plan(
     if may_be_resident and resident.need_bytes <= budget_bytes:
         return resident
     if not profiles:
-        need, budget = format_bytes(resident.need_bytes, up=True), format_bytes(budget_bytes)
-        raise BudgetError(
-            f"the model has no block that could be spilled and needs {need}, but the budget is {budget}. {cut.advice()}"
-        ).lacking(resident.need_bytes, budget_bytes)
+        need = format_bytes(resident.need_bytes, up=True)
+        helps = f'memory="{need}"', SMALLER_STEP, "layers that are modules of their own, which can be spilled"
+        what, there_is = "the model, in which no block can be spilled,", f"the budget is {format_bytes(budget_bytes)}"
+        refusal = does_not_fit(what, need, there_is, helps, beside=cut.staying())
+        raise refusal.lacking(resident.need_bytes, budget_bytes)
     step_bytes += late_bytes
     largest = sorted(profiles, key=lambda p: p.weight_bytes + p.work_bytes, reverse=True)
     held_bytes = loose_bytes + sum(num_bytes for _, num_bytes in loose_weights)
     p, room_bytes = largest[0], budget_bytes - held_bytes - step_bytes
     need_bytes = held_bytes + step_bytes + p.weight_bytes + p.work_bytes
     if need_bytes > budget_bytes:
-        parts = map(format_bytes, (p.weight_bytes, p.work_bytes, held_bytes + step_bytes, budget_bytes))
-        raise BudgetError(
-            "block {} needs {}: {} of weights, {} to compute, {} held by its trial and step; but the budget is {}. "
-            "{}".format(p.name, format_bytes(need_bytes, up=True), *parts, cut.advice())
-        ).lacking(need_bytes, budget_bytes, [p.name for p in largest if p.weight_bytes + p.work_bytes > room_bytes])
+        need, rest = format_bytes(need_bytes, up=True), held_bytes + step_bytes
+        weights, work, rest_told = map(format_bytes, (p.weight_bytes, p.work_bytes, rest))
+        parts = f"{weights} of weights, {work} to compute, {rest_told} held by its trial and step"
+        helps, there_is = (f'memory="{need}"', SMALLER_STEP, FINER), f"the budget is {format_bytes(budget_bytes)}"
+        refusal = does_not_fit(f"block {p.name}", f"{need} ({parts})", there_is, helps, beside=cut.staying())
+        too_large = [p.name for p in largest if p.weight_bytes + p.work_bytes > room_bytes]
+        raise refusal.lacking(need_bytes, budget_bytes, too_large)
     shards = pack_shards(profiles, room_bytes, budget_bytes // FROZEN_SHARDS)
     return TrialPlan(False, shards, blocks, loose_bytes, step_bytes, cut, loose_weights)
 

@@ -19,6 +19,7 @@ weights are on the device, so that copying them is not counted as the block's ow
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,12 +38,13 @@ from hydra_tune.blocks.engine import ForwardPass
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.tree import flatten_call
 from hydra_tune.config import format_bytes
-from hydra_tune.devices.meter import measured, storages_of
+from hydra_tune.devices.meter import measured, needs, no_room, storages_of
 from hydra_tune.devices.tensor_bytes import storage_bytes
-from hydra_tune.errors import PrepareError, clear_frames
+from hydra_tune.errors import BudgetError, PrepareError, clear_frames
 from hydra_tune.planning.fingerprint import Fingerprint
 from hydra_tune.planning.known_steps import StepKind, larger_of
 from hydra_tune.planning.measurement import FoundError, Measurement
+from hydra_tune.planning.optimizer_memory import held_bytes
 from hydra_tune.planning.partition import has_children, shape_of
 from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile
 
@@ -56,9 +58,10 @@ _CAST = torch.ops.aten._to_copy.default
 class Pilot:
     """The measurements of one step. `profiles` are by the names of blocks, in the order in which the blocks ran."""
 
-    def __init__(self, trial: Trial, kind: StepKind, free_bytes: int) -> None:
+    def __init__(self, trial: Trial, kind: StepKind, free_bytes: int, given_bytes: int) -> None:
         self.kinds = [kind]  # of the step's forwards
         self.free_bytes = free_bytes  # that the step may take on the device
+        self._given_bytes = given_bytes  # of the first forward's inputs
         self.profiles: dict[str, BlockProfile] = {}
         self.kept_bytes = 0  # that the training loop keeps from one step to the next
         self.peak_bytes = 0  # the most that the trial took, with a block's weights and work
@@ -90,12 +93,14 @@ class Pilot:
         if self._copy is None or self._copy[0] is not block:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
-                need, free = map(format_bytes, (block.weight_bytes, self.free_bytes))
-                raise torch.OutOfMemoryError(f"its weights take {need}, and no more than {free} are free.")
+                need, free = format_bytes(block.weight_bytes, up=True), format_bytes(self.free_bytes)
+                raise no_room(
+                    f"{need} for its weights alone", f"its weights take {need}, and no more than {free} are free."
+                )
             try:
                 self._copy = block, self._trial.residency.promote(block)
             except torch.OutOfMemoryError as error:  # a backward cannot be made another way
-                raise (self._trial.meter.no_room(error) if self._trial.backwards.under_way else error) from None
+                raise (self._trial.meter.refused_step(error) if self._trial.backwards.under_way else error) from None
         return self._copy[1]
 
     def _drop_copy(self) -> None:
@@ -104,6 +109,23 @@ class Pilot:
             copy.note_use(self._trial.id)
             self._trial.residency.drop(copy)
             self._trial.residency.device.free_slot(None, block.weight_bytes)
+
+    def refused(self, error: BudgetError) -> BudgetError:
+        """The error, which ends the pilot since something has no room.
+
+        How much would be enough is not known. So the lack that the error states, for samplers, is a guess that grows
+        with the model and its inputs.
+
+        If the pilot had the whole budget, other trials of the architecture would fail, too, and are refused with the
+        same error. Not if the step had several forwards: other trials may have fewer in a step.
+        """
+        trial = self._trial
+        budget_bytes = trial.pool.budget_bytes
+        beyond_bytes = held_bytes(trial, list(trial.model.parameters()), trains=self.trains) + self._given_bytes
+        error.lack = max(beyond_bytes / budget_bytes, 0.01)
+        if self.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:
+            trial.planner.known.architecture.refusals[self.kinds[0].of_any] = copy.copy(error)  # without frames
+        return error
 
     def profiles_beside(self, step_bytes: int) -> dict[str, BlockProfile]:
         """The measured profiles, for a step that reserves `step_bytes`. In an evaluation a block's work is only what
@@ -253,7 +275,7 @@ class Pilot:
             found = FoundError(error.why, holds=error.holds)  # a copy without frames
         except torch.OutOfMemoryError as error:
             clear_frames(error)
-            found = FoundError(f"{TOO_LARGE}: {error}")
+            found = FoundError(f"{TOO_LARGE}: it needs {needs(error)}")
         finally:
             trial.visits.is_measuring, call.measurement, self._measurement = False, None, None
             trial.meter.outside_starts()
@@ -270,7 +292,7 @@ class Pilot:
             return found, _NOT_RUN
         why = why or ("casts a weight for several uses" if measurement.casts_again else "")
         if why.startswith(TOO_LARGE):
-            raise trial.planner.cut.no_room(block, why)
+            raise trial.planner.cut.refused_block(block, why)
         if isinstance(found, FoundError) or why:
             raise PrepareError(
                 f"the first run of a block is taken back where it is to be run otherwise, as where it {why}, "

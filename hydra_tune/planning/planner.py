@@ -28,16 +28,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.config import format_bytes
-from hydra_tune.devices.tensor_bytes import storage_bytes, weights_of
+from hydra_tune.devices.tensor_bytes import weights_of
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import plan_key
 from hydra_tune.planning.known_steps import KnownSteps, StepKind, StepMeasure
 from hydra_tune.planning.measured_plans import make_plans
 from hydra_tune.planning.model_cut import ModelCut
-from hydra_tune.planning.optimizer_memory import held_bytes
 from hydra_tune.planning.pilot import Pilot
 from hydra_tune.planning.refusals import refuse_computed_weights, refuse_unsupported
 from hydra_tune.schedule.events import Admit, PilotDone, PilotReady, PlanReady, Shared, StartPilot
@@ -129,9 +127,10 @@ class Planner:
 
     # ---- a pilot's beginning and end ----
 
-    def begin(self, kind: StepKind) -> bool:
-        """Begin a pilot for a forward of this kind: wait until no other step runs on the device, then cut the model
-        into blocks that run in visits. Returns False if another trial has measured this kind while this one waited.
+    def begin(self, kind: StepKind, given_bytes: int) -> bool:
+        """Begin a pilot for a forward of this kind, with inputs of so many bytes: wait until no other step runs on the
+        device, then cut the model into blocks that run in visits. Returns False if another trial has measured this kind
+        while this one waited.
 
         Raises:
             BudgetError: a trial of the same architecture was refused for this kind.
@@ -141,32 +140,12 @@ class Planner:
             raise copy.copy(refusals[kind.of_any])  # the copy has no frames
         self.leave_plan()
         room = trial.events.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
-        self.pilot = Pilot(trial, kind, room.free_bytes)
+        self.pilot = Pilot(trial, kind, room.free_bytes, given_bytes)
         if self._take_known(kind):
             self.give_up_pilot()
             return False
         self.cut.adopt(self.cut.choices)
         return True
-
-    def refusal_of(self, error: BudgetError, args: Sequence[Any], kwargs: dict[str, Any]) -> BudgetError:
-        """The error that ends a pilot which does not fit.
-
-        How much it would have needed is not known. So the lack that the error states is estimated: it grows with the
-        model and with the inputs.
-
-        If the pilot had the whole budget, other trials of the architecture would fail, too, and are refused with the
-        same error. Not if the step had several forwards: other trials may have fewer in a step.
-        """
-        pilot, trial = self.pilot, self._trial
-        if pilot is None:
-            return error
-        refusal, budget_bytes = copy.copy(error), trial.pool.budget_bytes
-        beyond = held_bytes(trial, list(trial.model.parameters()), trains=pilot.trains)
-        beyond += sum(map(storage_bytes, tensors_in((args, kwargs))))
-        refusal.lacking(budget_bytes + beyond, budget_bytes)
-        if pilot.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:
-            self.known.architecture.refusals[pilot.kinds[0].of_any] = copy.copy(refusal)
-        return refusal
 
     def end_pilot(self) -> None:
         """End the pilot after its step. From here on its numbers are known, to trials of the architecture as well."""

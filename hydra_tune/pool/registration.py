@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from hydra_tune.config import format_bytes
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import BudgetError, does_not_fit
 from hydra_tune.pool.lease import Lease
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.process.interrupts import Stop
@@ -88,8 +88,16 @@ def bytes_of(weights: HeldWeights) -> int:
 
 def _check_host_bytes(pool: ShardPool, name: str, num_bytes: int) -> None:
     if num_bytes > pool.host_memory_bytes:
-        raise BudgetError(
-            f"{name} needs {format_bytes(num_bytes)} of host memory for its weights, gradients and optimizer "
-            f"state, but all trials of this pool may have {format_bytes(pool.host_memory_bytes)}. Raise its "
-            "host_memory=, or train a smaller model."
-        ).lacking(num_bytes, pool.host_memory_bytes, argument="host_memory")
+        raise host_refusal(name, num_bytes, pool.host_memory_bytes)
+
+
+def host_refusal(name: str, need_bytes: int, budget_bytes: int) -> BudgetError:
+    """Of a trial that needs so much host memory, in a pool of so much."""
+    need, budget = format_bytes(need_bytes, up=True), format_bytes(budget_bytes)
+    refusal = does_not_fit(
+        name,
+        f"{need} of host memory for its weights, gradients and optimizer state",
+        f"all trials of this pool may have {budget}",
+        (f'host_memory="{need}"', "half precision or an optimizer with less state", "adapters over a frozen base"),
+    )
+    return refusal.lacking(need_bytes, budget_bytes, argument="host_memory")

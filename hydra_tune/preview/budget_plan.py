@@ -23,6 +23,7 @@ from hydra_tune.devices.open_devices import host_free_bytes
 from hydra_tune.errors import ConfigError, PrepareError
 from hydra_tune.planning.optimizer_memory import training_bytes
 from hydra_tune.planning.refusals import refuse_unsupported
+from hydra_tune.pool.registration import host_refusal
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.preview.feeding import batch_copy, copies_of
 from hydra_tune.preview.least_budget import least_rehearsal, resident_rehearsal
@@ -146,10 +147,8 @@ def plan(
     refused: list[str] = []
     notes = _notes(as_gpu, optimizer, cost)
     if host.trials == 0:
-        refused.append(
-            f"prepare: a trial needs {format_bytes(host.trial_bytes + host.shared_bytes)} of host memory, but all "
-            f"trials may have {format_bytes(host.host_memory_bytes)}."
-        )
+        need_bytes = host.trial_bytes + host.shared_bytes
+        refused.append(f"prepare: {host_refusal('a trial', need_bytes, host.host_memory_bytes)}")
 
     def finished(**found: Any) -> Plan:
         empty = dict.fromkeys(("least_bytes", "comfortable_bytes", "resident_bytes", "at_budget", "time"))

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from hydra_tune.blocks.root import trial_of
-from hydra_tune.config import MOST_BYTES
-from hydra_tune.errors import BudgetError, clear_frames
+from hydra_tune.config import MOST_BYTES, format_bytes
+from hydra_tune.errors import SMALLER_STEP, BudgetError, clear_frames, does_not_fit
 from hydra_tune.planning.measured_plans import make_plans
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.preview.feeding import Loss, loss_of, outputs_of
@@ -166,9 +166,11 @@ class Script:
             loop.train()  # what the last evaluation has found does not fit what training had
             trial.boundary()
         if not known.measures:
-            raise BudgetError(
-                "each step is measured anew, since no plan for what was measured fits the budget. Raise the pool's "
-                "memory=, or lower the batch size."
+            raise does_not_fit(
+                "each plan for what was measured",
+                "more in the next step, which is measured anew",
+                f"the budget is {format_bytes(pool.budget_bytes)}",
+                ("a larger memory=", SMALLER_STEP, "splitting the largest layers into smaller children"),
             )
         loop.outputs = loop.loss = None
         trial.planner.settle_last()

@@ -44,14 +44,13 @@ class Cut:
         """This cut and these names; `kind` is "opened", "kept" or "held". A name that it has keeps its reason."""
         return replace(self, **{kind: dict.fromkeys(names, reason) | {**getattr(self, kind)}})
 
-    def advice(self) -> str:
-        """Text for an error about lack of room: what to do, and what takes the room."""
+    def staying(self) -> str:
+        """A sentence for a refusal: what takes the room on the device; "" if nothing stays there."""
         reasons = [*self.opened.items(), *self.kept.items(), *self.held.items()]
         staying = [f"{name}: {reason}" for name, reason in reasons if not reason.startswith(TOO_LARGE)]
-        text = "Raise the pool's memory=, lower the batch size, or split the module into smaller children."
-        if staying:
-            text += f" On the device stays what {len(staying)} parts of the model need until backward, as {staying[0]}."
-        return text
+        if not staying:
+            return ""
+        return f" On the device stays what {len(staying)} parts of the model need until backward, as {staying[0]}."
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_tune.config import format_bytes, parse_bytes
-from hydra_tune.errors import BudgetError, ConfigError
+from hydra_tune.errors import ConfigError, does_not_fit
 from hydra_tune.simulation.workload import TrialWork
 
 ADAMW_BYTES_PER_WEIGHT = 28
@@ -288,10 +288,11 @@ def _pack(blocks: Sequence[_Blocks], limit_bytes: int) -> list[_Blocks]:
     cut = [_NO_BLOCKS]
     for block in blocks:
         if block.need_bytes > limit_bytes:
-            raise BudgetError(
-                f"a block needs {format_bytes(block.need_bytes)} on a device, its weights twice for the double "
-                f"buffer, but memory= leaves {format_bytes(max(0, limit_bytes))} beside a step's boundary tensors. "
-                "Raise memory=, or lower batch= or sequence=."
+            raise does_not_fit(
+                "a block",
+                f"{format_bytes(block.need_bytes, up=True)}, its weights twice for the double buffer",
+                f"memory= leaves {format_bytes(max(0, limit_bytes))} beside a step's boundary tensors",
+                ("a larger memory=", "a smaller batch= or sequence=", "a smaller weight_bytes="),
             )
         if (cut[-1] + block).need_bytes > limit_bytes:
             cut.append(_NO_BLOCKS)

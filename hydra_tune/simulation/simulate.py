@@ -15,7 +15,7 @@ from os import PathLike
 from typing import Any
 
 from hydra_tune.config import MOST_BYTES, format_bytes
-from hydra_tune.errors import BudgetError, ConfigError
+from hydra_tune.errors import ConfigError, does_not_fit
 from hydra_tune.schedule.plan import BlockProfile, Shard, TrialPlan
 from hydra_tune.schedule.policy import Policy, policy_named
 from hydra_tune.simulation.exact import lower_bound
@@ -185,9 +185,7 @@ def _plan(work: TrialWork) -> TrialPlan:
 def _check_fit(works: Sequence[TrialWork], plans: Sequence[TrialPlan], least_bytes: int) -> None:
     for number, (work, plan) in enumerate(zip(works, plans, strict=True)):
         if plan.need_bytes > least_bytes:
-            need, least = format_bytes(plan.need_bytes), format_bytes(least_bytes)
+            need, least = format_bytes(plan.need_bytes, up=True), format_bytes(least_bytes)
             name = f" ({work.name})" if work.name else ""
-            raise BudgetError(
-                f"a trial may run on any device, but trial {number}{name} needs {need}, and the smallest device has "
-                f"{least}. Raise memory, or cut the trial into smaller shards."
-            )
+            helps = f'memory="{need}"', "more and smaller shards", "a smaller batch"
+            raise does_not_fit(f"trial {number}{name}", need, f"the smallest device has {least}", helps)

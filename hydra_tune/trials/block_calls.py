@@ -21,6 +21,7 @@ from hydra_tune.blocks.engine import ForwardPass
 from hydra_tune.blocks.repeated_call import RepeatedCall
 from hydra_tune.blocks.shared_casts import OtherBranchError
 from hydra_tune.blocks.tree import Structure, flatten_call, map_tensors, tensors_in
+from hydra_tune.devices.meter import needs
 from hydra_tune.devices.tensor_bytes import versions_of
 from hydra_tune.errors import BudgetError, PrepareError, ReturnsWeightsError, clear_frames
 from hydra_tune.planning.fingerprint import Fingerprint
@@ -182,13 +183,13 @@ class BlockCalls:
         except (torch.OutOfMemoryError, ReturnsWeightsError) as error:
             if self._planner.pilot is None or versions != versions_of(given):
                 raise
-            returned, reason = getattr(error, "weights", ()), str(error)
+            returned, needed = getattr(error, "weights", ()), needs(error)
             clear_frames(error)
         for weight in returned:
             block = self._planner.cut.hold_weight(block, weight, "its block returns it")
         if returned:
             return self._evaluate(block, args, kwargs, given)
-        self._planner.cut.open_block(block, f"{TOO_LARGE}: {reason}")
+        self._planner.cut.open_block(block, f"{TOO_LARGE}: it needs {needed}")
         return block.forward(args, kwargs)
 
     def _evaluate(

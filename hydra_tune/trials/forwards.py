@@ -22,7 +22,7 @@ from hydra_tune.blocks.engine import ForwardPass, here
 from hydra_tune.blocks.root import RootForward
 from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.devices.tensor_bytes import storage_bytes
-from hydra_tune.errors import BudgetError, PrepareError, clear_frames
+from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.planning.known_steps import StepKind
 from hydra_tune.planning.refusals import refuse_global_hooks, refuse_transforms
 from hydra_tune.pool.lease import TELL_AFTER
@@ -210,14 +210,14 @@ class Forwards:
         meter.counting = True
         self._counting.start()
         try:
-            if not self._planner.begin(kind):
+            if not self._planner.begin(kind, sum(map(storage_bytes, tensors_in((args, kwargs))))):
                 return False
             hold(trial.device.generators, trial.random_state)  # as with a lease: a pilot has the device to itself
             self._steps.begin()
             meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
         except torch.OutOfMemoryError as error:
             clear_frames(error)
-            refusal = self._planner.refusal_of(meter.no_room(error), args, kwargs)
+            refusal = meter.refused_step(error)
             trial.leave_after_error()
             raise refusal from None
         except BaseException:
@@ -256,9 +256,7 @@ class Forwards:
             refusal, forward_pass.done = error, True
             if isinstance(error, torch.OutOfMemoryError) and pilot is not None:
                 clear_frames(error)
-                refusal = planner.refusal_of(meter.no_room(error), args, kwargs)
-            elif isinstance(error, BudgetError):
-                refusal = planner.refusal_of(error, args, kwargs)
+                refusal = meter.refused_step(error)
             trial.leave_after_error()
             if refusal is not error:
                 raise refusal from None

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from hydra_tune.blocks.block import Block
-from hydra_tune.errors import BudgetError, clear_frames
+from hydra_tune.devices.meter import told
+from hydra_tune.errors import LARGER, SMALLER_STEP, clear_frames, does_not_fit
 from hydra_tune.process.garbage import collect
 from hydra_tune.schedule.events import OutOfMemory
 
@@ -53,7 +54,7 @@ class OutOfMemoryRetry:
             clear_frames(error)  # they keep what the visit has computed
             can_repeat = undo()
             if is_pilot and self._trial.backwards.under_way:
-                raise self._residency.meter.no_room(error) from None
+                raise self._residency.meter.refused_step(error) from None
             if is_pilot:  # a pilot has nothing on the device that can be dropped
                 raise
             if not can_repeat:
@@ -64,10 +65,11 @@ class OutOfMemoryRetry:
             return run()
         except torch.OutOfMemoryError as error:
             self._trial.leave_after_error()
-            raise BudgetError(
-                f"block {block.name} of {self._trial.name} ran out of memory, and again after all that could be "
-                f"dropped from {self._residency.device.name} was dropped: {error} Its first batch needed less. Raise "
-                "the pool's memory=, or lower the batch size."
+            raise does_not_fit(
+                f"a later batch of {self._trial.name}, in block {block.name},",
+                f"more than was measured ({told(error)})",
+                f"all that could be dropped from {self._residency.device.name} was dropped",
+                (LARGER, "the longest batch first, so that the plan has room for it", SMALLER_STEP),
             ) from None
 
     def _drop_others(self, block: Block) -> None:

@@ -28,15 +28,16 @@ _CAUSES = {
 
 @dataclass
 class _Lacking:
-    """Trials that did not fit for want of the same memory. `need_bytes` would hold all of them, None if unknown."""
+    """Trials that did not fit for want of the same memory. `need_bytes` would hold those whose need is `known`."""
 
     number: int = 0
-    need_bytes: int | None = 0
+    known: int = 0
+    need_bytes: int = 0
 
     def add(self, need_bytes: int | None) -> None:
         self.number += 1
-        known = self.need_bytes is not None and need_bytes is not None
-        self.need_bytes = max(self.need_bytes or 0, need_bytes or 0) if known else None
+        self.known += need_bytes is not None
+        self.need_bytes = max(self.need_bytes, need_bytes or 0)
 
 
 class SearchProgress:
@@ -144,9 +145,14 @@ class SearchProgress:
 
     def _of_lacking(self, argument: str, lacking: _Lacking) -> str:
         of = "host memory" if argument == "host_memory" else "device memory"
-        need = lacking.need_bytes
-        enough = "" if need is None else f'; {argument}="{format_bytes(need, up=True)}" would hold each'
-        return f"{lacking.number} did not fit {of}{enough}. Raise {argument}=, lower the batch size, or split modules."
+        enough = f'{argument}="{format_bytes(lacking.need_bytes, up=True)}" would hold'
+        if lacking.known == lacking.number:
+            told = f"{enough} each"
+        elif lacking.known:
+            told = f"{enough} {lacking.known}, and hydra_tune.plan says what would hold the others"
+        else:
+            told = "hydra_tune.plan says what would hold each"
+        return f"{lacking.number} did not fit {of}; {told}. Raise {argument}=, lower the batch size, or split modules."
 
     def _shares(self) -> tuple[float, dict[str, float]]:
         """Of the devices' time since the search began: computing, and stalled by cause."""

@@ -123,7 +123,9 @@ def test_who_waits_is_stopped_when_the_pool_is_closed(room_for_one):
 
 
 def test_a_trial_that_needs_more_than_there_is_for_all_is_refused(room_for_one):
-    with pytest.raises(hydra_tune.BudgetError, match=r"large one needs .* but all trials of this pool may have 59"):
+    with pytest.raises(
+        hydra_tune.BudgetError, match=r"large one does not fit: .* and all trials of this pool may have 59"
+    ):
         prepared(room_for_one, Net(depth=12), name="the large one")
     assert room_for_one.report()["trials"] == []
 

@@ -173,7 +173,9 @@ def test_a_device_without_a_trial_has_too_few():
 
 def test_a_trial_must_fit_the_smallest_device():
     work = [trial(), trial(size=60, held_bytes=30, step_bytes=20, name="large")]
-    with pytest.raises(BudgetError, match=r"trial 1 \(large\) needs 110 B, and the smallest device has 100 B. Raise"):
+    with pytest.raises(
+        BudgetError, match=r"trial 1 \(large\) does not fit: it needs 110 B, and the smallest device has 100"
+    ):
         simulate(work, [{"memory": 200}, {"memory": 100}])
     assert simulate(work, [{"memory": 200}, {"memory": 110}]).makespan_s == 4
 

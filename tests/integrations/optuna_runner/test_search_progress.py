@@ -8,7 +8,9 @@ import torch
 from optuna.trial import TrialState
 
 import hydra_tune
+from hydra_tune.config import parse_bytes
 from hydra_tune.integrations.optuna_runner import live_attributes
+from hydra_tune.planning.measurement import Measurement
 from models import BUDGETS, WIDTH, Net
 from waiting import wait_until
 
@@ -122,7 +124,7 @@ def test_a_summary_counts_how_trials_ended(caplog):
 
 def test_where_nothing_fits_a_warning_says_how_many_and_what_would_hold_them(caplog):
     """Every trial was pruned, and the search ended without a word."""
-    study = search(train, 3, budget=20)
+    study = search(train, 3, budget=28_000)
     assert [t.state for t in study.trials] == [TrialState.PRUNED] * 3
     record = summary(caplog)
     assert record.levelno == logging.WARNING
@@ -131,6 +133,51 @@ def test_where_nothing_fits_a_warning_says_how_many_and_what_would_hold_them(cap
     assert lacking.startswith('3 did not fit device memory; memory="') and "Raise memory=" in lacking
     enough = lacking.split('"')[1]
     assert search(train, 1, budget=enough).trials[0].state is TrialState.COMPLETE, "it is enough indeed"
+    assert parse_bytes(enough) < 1.05 * planned(), "and hardly more than the least"
+
+
+def planned():
+    model = Net()
+    return hydra_tune.plan(model, torch.optim.SGD(model.parameters(), lr=0.01), batch=torch.randn(4, WIDTH)).least_bytes
+
+
+def test_a_first_step_that_finds_no_room_tells_no_number(caplog):
+    """It told the budget and all that the trial holds: up to nine times the least, and too little for a large batch."""
+    search(train, 3, budget=20)
+    lacking = summary(caplog).getMessage().splitlines()[1]
+    assert lacking.startswith("3 did not fit device memory; hydra_tune.plan says what would hold each. Raise memory=")
+
+
+def test_the_number_is_of_the_trials_whose_need_is_known(caplog):
+    def objective(trial):
+        if trial.number:
+            return train(trial)
+        model = torch.nn.Sequential(*(torch.nn.Linear(900, 900) for _ in range(2)))
+        return hydra_tune.prepare(model)(torch.randn(1, 900)).sum().item()
+
+    search(objective, 3, budget=28_000)
+    told = 'memory="31.5 KiB" would hold 2, and hydra_tune.plan says what would hold the others'
+    assert f"3 did not fit device memory; {told}. Raise" in summary(caplog).getMessage()
+
+
+def test_trials_alike_that_find_no_room_in_a_backward_are_measured_once(caplog, monkeypatch):
+    """Where the backward found none, each was measured anew, and the samplers were told the same lack for all."""
+    runs, run = [], Measurement.run
+    monkeypatch.setattr(Measurement, "run", lambda *args, **kwargs: runs.append(1) or run(*args, **kwargs))
+    losses = []
+
+    def objective(trial):
+        blocks = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(8)]
+        model = hydra_tune.prepare(torch.nn.Sequential(*blocks, torch.nn.Linear(256, 10)))
+        loss = model(torch.randn(32, 256)).square().mean()
+        losses.append(len(runs))
+        loss.backward()
+
+    study = search(objective, 3, budget=1 << 20)
+    assert losses == [len(runs)], "one trial came to its backward, and no other was measured"
+    told = {(t.user_attrs["hydra_tune: pruned because"], t.user_attrs["hydra_tune: lacks"]) for t in study.trials}
+    ((text, lack),) = told
+    assert "a step, with what it keeps between its blocks, does not fit" in text and lack > 1
 
 
 def test_host_memory_that_lacks_is_named(caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (HydraTuneError, OSError) as error:
-        print(f"hydra-tune: {error}", file=sys.stderr)
+        print("hydra-tune:", " ".join(str(error).split()), file=sys.stderr)  # it may quote others, of several lines
         return 2 if isinstance(error, (ConfigError, BudgetError)) else 1
     except KeyboardInterrupt:
         return 130
@@ -143,7 +144,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _devices_in(text: str) -> str | list[str]:
-    return text if text == "auto" else text.split(",")
+    names = text.split(",")
+    if text != "auto" and not all(re.fullmatch(r"(cpu|cuda)(:\d+)?", name) for name in names):
+        raise ConfigError(f'--devices is "auto", or names such as cuda:0 or cpu,cpu; got {text!r}.')
+    return text if text == "auto" else names
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -1,6 +1,8 @@
-"""`hydra-tune simulate`: what it prints, what it writes, and how it refuses. The demo has tests of its own."""
+"""`hydra-tune simulate`: what it prints, and what it writes; and how each command refuses. The demo has tests of its
+own."""
 
 import json
+import sys
 
 import pytest
 
@@ -86,6 +88,61 @@ def test_a_timeline_is_saved_and_a_sweep_has_a_name(tmp_path, capsys):
 )
 def test_what_means_nothing_is_one_line_and_status_2(arguments, message, capsys):
     assert main(["simulate", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("hydra-tune: ") and printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with odd files, and no process to show."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "some_model", raising=False)  # of another test
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "notes.txt").write_text("no recording")
+    (tmp_path / "began.jsonl").write_text('{"hydra_tune_run": 1}\n')
+    (tmp_path / "damaged.jsonl").write_text('{"hydra_tune_run": 1}\n{"elapsed_s": 1}\n')
+    (tmp_path / "some_model.py").write_text(
+        "from torch import nn, ones\n"
+        "def pair():\n    return nn.Linear(2, 2), None, (ones(1, 2), ones(1))\n"
+        "class Odd(nn.Linear):\n    def forward(self, x):\n        raise ValueError('of\\ntwo lines')\n"
+        "def odd():\n    return Odd(2, 2), None, ones(1, 2)\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("doctor --devices tpu", "got 'tpu'"),
+        ("doctor --devices cpu,", "names such as cuda:0 or cpu,cpu; got 'cpu,'"),
+        ("calibrate --devices cpu,meta", "got 'cpu,meta'"),
+        ("plan some_model:pair", "write loss=lambda model, batch:"),
+        ("plan some_model:odd", "raised ValueError: of two lines (some_model.py:6)."),
+        ("plan some_model:none", "it has no function 'none'"),
+        ("plan no_such_model:f", "can be imported from this folder, but 'no_such_model' raised ModuleNotFoundError"),
+        ("plan some_model:odd --cost notes.txt", "notes.txt is not JSON"),
+        ("report none.jsonl", "No such file"),
+        ("report .", "Is a directory"),
+        (
+            "report notes.txt",
+            "'notes.txt' is no recording of a pool. A pool writes one where it is made with ShardPool(",
+        ),
+        ("report began.jsonl", "ended before anything was recorded"),
+        ("report damaged.jsonl", "it is damaged, or of another version of hydra_tune (KeyError: 'devices')"),
+        ("report began.jsonl -o .", 'Write "report.html"'),
+        ("top", "no process of this user has a pool"),
+        ("top 1", "process 1 has no pool"),
+        ("pause 3", "no process of this user has a pool"),
+        ("resume 3 --pid 1", "process 1 has no pool"),
+        ("stop odd", "no process of this user has a pool"),
+        ("clone 3 --pid -1", "process -1 has no pool"),
+        ("demo --out notes.txt/folder", "cannot be made (Not a directory)"),
+    ],
+)
+def test_wrong_input_of_each_command_is_one_line_and_status_2(words, message, here, capsys):
+    assert main(words.split()) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("hydra-tune: ") and printed.err.count("\n") == 1

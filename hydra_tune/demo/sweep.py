@@ -30,6 +30,7 @@ from hydra_tune.demo.gpt import GPT
 from hydra_tune.demo.text import Windows, documentation
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.meter import TrialMeter
+from hydra_tune.errors import ConfigError
 
 DEPTHS = (12, 14, 16)
 CONTEXT = 64
@@ -157,8 +158,15 @@ def run(settings: Settings, folder: Path, say: Callable[[str], None] = say_line)
     """Run the sweep and its proof, and write the report to `folder`; returns the report as plain data.
 
     Raises:
+        ConfigError: the folder cannot be made.
         AssertionError: a trial promoted fewer bytes in a step than half of its weights, or a budget was exceeded.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the report is saved in a folder, but {str(folder)!r} cannot be made ({error.strerror}). Name another one."
+        ) from None
     torch_device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if torch_device.type == "cpu":
         return _run(settings, folder, say, torch_device)
@@ -206,7 +214,6 @@ def _run(settings: Settings, folder: Path, say: Callable[[str], None], torch_dev
         "trials": [{k: v for k, v in asdict(r).items() if k != "weights"} for r in records.values()],
         "pool": figures,
     }
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=1))
     hydra_tune.save_report(pool, folder / "report.html", study)
     pool.close()

@@ -25,7 +25,7 @@ from hydra_tune.planning.optimizer_memory import training_bytes
 from hydra_tune.planning.refusals import refuse_unsupported
 from hydra_tune.pool.registration import host_refusal
 from hydra_tune.pool.shard_pool import ShardPool
-from hydra_tune.preview.feeding import batch_copy, copies_of
+from hydra_tune.preview.feeding import batch_copy, copies_of, refuse_unfeedable
 from hydra_tune.preview.least_budget import least_rehearsal, resident_rehearsal
 from hydra_tune.preview.plan_table import rows_of, text_of
 from hydra_tune.preview.rehearsal import Carried, Rehearsal, Script
@@ -138,9 +138,11 @@ def plan(
         cost: the rates of a machine, by `calibrate`. Without it no seconds are predicted.
 
     Raises:
-        ConfigError: no batch is given, both `pool` and `memory` are, or the model cannot be copied.
+        ConfigError: no batch is given, the model does not take it so, both `pool` and `memory` are given, the loss is
+            no number, or the model cannot be copied.
     """
     budget_bytes = _checked(model, batch, eval_batch, pool, memory)
+    _check_feeding(model, optimizer, batch, eval_batch, loss)
     as_gpu = pool is not None and any(device.counts_as_gpu for device in pool.devices)
     host = _host_need(model, optimizer, pool)
     how = f"{HOW}; needs counted as on {'a GPU' if as_gpu else 'the CPU'}"
@@ -204,6 +206,20 @@ def _checked(model: Any, batch: Any, eval_batch: Any, pool: Any, memory: int | s
     if pool is not None:
         return pool.budget_bytes
     return None if memory is None else parse_bytes(memory)
+
+
+def _check_feeding(model: nn.Module, optimizer: Any, batch: Any, eval_batch: Any, loss: Any) -> None:
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ConfigError(f"optimizer is a torch.optim.Optimizer or None, got {type(optimizer).__name__}.")
+    if loss is not None and not callable(loss):
+        raise ConfigError(f"loss is a function of the model and the batch, or None; got {type(loss).__name__}.")
+    if batch is not None and loss is None:
+        otherwise = (
+            "For a batch of inputs and targets write loss=lambda model, batch: loss_fn(model(batch[0]), batch[1])."
+        )
+        refuse_unfeedable(model, batch, "batch", otherwise)
+    if eval_batch is not None:
+        refuse_unfeedable(model, eval_batch, "eval_batch", "Give the model's inputs alone; loss= is for training.")
 
 
 def _script(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,31 +27,23 @@ def plan_of_factory(where: str, **options: Any) -> Plan:
     are not None go before the factory's.
 
     Raises:
-        ConfigError: there is no such factory, it fails, or it returns something else.
+        ConfigError: there is no such factory, it fails, what it returns does, or it returns something else.
     """
     factory = _factory_at(where)
-    try:
+    with _users_errors(f"a factory builds a model without arguments, but {where}", factory):
         built = factory()
-    except HydraTuneError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"a factory builds a model without arguments, but {where} raised {_told(error)}.") from error
-    arguments = _arguments_of(built, where)
-    return plan(**arguments | {name: value for name, value in options.items() if value is not None})
+    arguments = _arguments_of(built, where) | {name: value for name, value in options.items() if value is not None}
+    with _users_errors(f"a plan makes some steps with what a factory returns, but those of {where}", factory):
+        return plan(**arguments)
 
 
 def _factory_at(where: str) -> Callable[[], Any]:
     module_name, _, name = where.partition(":")
     if not module_name or not name:
         raise ConfigError(f"a factory is named MODULE:FACTORY, {_EXAMPLE}; got {where!r}.")
-    try:
-        with _current_folder_on_the_path():
-            module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"{module_name!r} is a Python module that can be imported from here, but importing it raised "
-            f"{_told(error)}. Run the command in its folder."
-        ) from error
+    rule = f"MODULE is a Python module that can be imported from this folder, but {module_name!r}"
+    with _users_errors(rule), _current_folder_on_the_path():
+        module = importlib.import_module(module_name)
     factory = getattr(module, name, None)
     if not callable(factory):
         raise ConfigError(f"a factory is a function of {module_name}, {_EXAMPLE}; it has no function {name!r}.")
@@ -84,5 +79,24 @@ def _arguments_of(built: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(".")
+@contextmanager
+def _users_errors(rule: str, factory: Callable[[], Any] | None = None) -> Iterator[None]:
+    """Errors of the user's code, within, become a `ConfigError` of one sentence, with the line that has raised."""
+    try:
+        yield
+    except HydraTuneError:
+        raise
+    except (Exception, SystemExit) as error:  # a script may read its command line where it is imported
+        code = getattr(factory, "__code__", None)
+        places = _places_in_users_code(error) or ([(code.co_filename, code.co_firstlineno)] if code else [])
+        place = f" ({os.path.relpath(places[-1][0])}:{places[-1][1]})" if places else ""
+        told = f"{type(error).__name__}: {error}".rstrip(".: ")
+        raise ConfigError(f"{rule} raised {told}{place}.") from error
+
+
+def _places_in_users_code(error: BaseException) -> list[tuple[str, int]]:
+    """File and line of each call on the way to the error that is in no library and not in this package."""
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    others = ("<", str(Path(__file__).parent.parent), *libraries)
+    frames = traceback.extract_tb(error.__traceback__)
+    return [(frame.filename, frame.lineno or 0) for frame in frames if not frame.filename.startswith(others)]

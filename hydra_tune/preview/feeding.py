@@ -9,6 +9,7 @@ other       model(batch)
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -70,6 +71,28 @@ def outputs_of(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
+def refuse_unfeedable(model: nn.Module, batch: Any, name: str, otherwise: str) -> None:
+    """Refuse a batch that the model's forward does not take. `name` is of the user's argument, and `otherwise` says
+    what to write instead.
+
+    Raises:
+        ConfigError: it has more, fewer or other arguments.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # it has none
+        return
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+    try:
+        signature.bind(*(args if isinstance(args, (tuple, list)) else (args,)), **kwargs)
+    except TypeError as error:
+        forward = f"{type(model).__name__}.forward({', '.join(signature.parameters)})"
+        raise ConfigError(
+            f"{name}= is fed as model(**batch) if it is a mapping, as model(*batch) if it is a tuple or list, else as "
+            f"model(batch), but {forward} takes no such call: {error}. {otherwise}"
+        ) from None
+
+
 def loss_of(outputs: Any) -> torch.Tensor:
     """A number to call backward on.
 
@@ -86,6 +109,20 @@ def loss_of(outputs: Any) -> torch.Tensor:
             "Write loss=lambda model, batch: ... , or batch=None to plan for evaluation only."
         )
     return torch.stack(means).sum() if len({(m.dtype, m.device) for m in means}) == 1 else sum(means[1:], means[0])
+
+
+def refuse_no_number(loss: Any) -> None:
+    """
+    Raises:
+        ConfigError: backward cannot be called on it.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        what += "" if getattr(loss, "requires_grad", True) else " that requires no gradient"
+        raise ConfigError(
+            f"a plan calls backward on a loss, a tensor of one number that requires a gradient; got {what}. Write "
+            "loss=lambda model, batch: ... so that it returns one."
+        )
 
 
 def size_of(batch: Any) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from hydra_tune.config import MOST_BYTES, format_bytes
 from hydra_tune.errors import SMALLER_STEP, BudgetError, clear_frames, does_not_fit
 from hydra_tune.planning.measured_plans import make_plans
 from hydra_tune.pool.shard_pool import ShardPool
-from hydra_tune.preview.feeding import Loss, loss_of, outputs_of
+from hydra_tune.preview.feeding import Loss, loss_of, outputs_of, refuse_no_number
 from hydra_tune.preview.held_bytes import held_by_what, optimizer_state_bytes
 from hydra_tune.randomness.python_and_numpy import PythonAndNumpyStates
 from hydra_tune.schedule.plan import TrialPlan
@@ -194,6 +194,7 @@ class _Loop:
             self.loss = loss_of(self.outputs)
         else:
             self.loss = script.loss(script.model, script.batch)
+        refuse_no_number(self.loss)
         between = _moved(self._pool)
         self.loss.backward()
         trial.before_optimizer_step()

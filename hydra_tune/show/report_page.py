@@ -61,19 +61,26 @@ def checked_page_path(given: str | os.PathLike[str]) -> Path:
     """The path, if a report can be written there.
 
     Raises:
-        ConfigError: its name ends otherwise, or there is no such folder.
+        ConfigError: it is no path, its name ends otherwise, or there is no such folder.
     """
+    if not isinstance(given, (str, os.PathLike)):
+        raise ConfigError(f"a report is saved at a path, got {type(given).__name__}. Write save_report('report.html').")
     path = Path(given)
     if path.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f'a report is a .html, got {path.name!r}. Write "{path.stem}.html".')
+        raise ConfigError(
+            f'a report is a .html, got {(path.name or str(path))!r}. Write "{path.stem or "report"}.html".'
+        )
     if not path.parent.is_dir():
         raise ConfigError(f"a report is saved in a folder that there is, got {str(path)!r}. Make {str(path.parent)!r}.")
     return path
 
 
 def save_page(run: RunRecord, given: str | os.PathLike[str]) -> Path:
-    path = checked_page_path(given)
-    path.write_text(page(run), encoding="utf-8")
+    path, text = checked_page_path(given), page(run)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"a report cannot be saved as {str(path)!r} ({error.strerror}). Name another file.") from None
     return path
 
 
@@ -114,7 +121,7 @@ def _data(run: RunRecord) -> dict[str, Any]:
     return {
         "devices": [device["name"] for device in devices],
         "budgets": [device["budget_bytes"] for device in devices],
-        "names": [(trial["trial"], trial["name"], trial_colour(trial["trial"])) for trial in _in_order(run)],
+        "names": [(trial["trial"], trial["name"], trial_colour(trial["trial"])) for trial in _in_order(run.report["trials"])],
         "memory": memory,
         "end_us": _us(end_s),
         **columns(run.spans),
@@ -158,9 +165,9 @@ def columns(spans: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"spans": {name: found[name] for name in names}, "causes": list(causes)}
 
 
-def _in_order(run: RunRecord) -> list[Mapping[str, Any]]:
-    """The trials, trial 2 before trial 10."""
-    return sorted(run.report["trials"], key=lambda trial: (len(trial["name"]), trial["name"]))
+def _in_order(trials: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Trial 2 before trial 10."""
+    return sorted(trials, key=lambda trial: (len(trial["name"]), trial["name"]))
 
 
 def _us(seconds: float) -> int:
@@ -225,17 +232,22 @@ def _shares(device: Mapping[str, Any], elapsed_s: float) -> str:
 def _table(run: RunRecord) -> str:
     more = [key for key in dict.fromkeys(key for known in run.results.values() for key in known) if key != "state"]
     heads = ["trial", "state", *more, "steps", "ms/step", "weights", "shards", "promoted/step", "computed", "waited"]
-    rows = "".join(f"<tr>{_row(trial, run.results.get(trial['name'], {}), more)}</tr>" for trial in _in_order(run))
+    named = {trial["name"] for trial in run.report["trials"]}
+    # those that the pool has refused as they were prepared
+    refused = [name for name, known in run.results.items() if known.get("state") == "did not fit" and name not in named]
+    trials = _in_order([*run.report["trials"], *({"trial": -1, "name": name, "state": ""} for name in refused)])
+    rows = "".join(f"<tr>{_row(trial, run.results.get(trial['name'], {}), more)}</tr>" for trial in trials)
     return f"<thead><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr></thead><tbody>{rows}</tbody>"
 
 
 def _row(trial: Mapping[str, Any], known: Mapping[str, Any], more: Sequence[str]) -> str:
-    unknown = {"steps": 0, "trained_steps": 0, "step_s": None, "resident": False, "shards": (), "weight_bytes": 0}
-    trial = {**unknown, **trial}  # it may wait for host memory yet
+    nothing = dict.fromkeys(("steps", "trained_steps", "weight_bytes", "promoted_bytes", "busy_s", "stalled_s"), 0)
+    # it may wait for host memory yet
+    trial = {"resident": False, "shards": (), "step_s": None, **nothing, **trial}
     steps = max(1, trial["steps"])
     how = "resident" if trial["resident"] else "spilled"
     state = str(known.get("state", trial["state"]))
-    shown = f"{state}, {how}" if trial["shards"] else state
+    shown = f"{state}, {how}" if trial["shards"] and state != "did not fit" else state
     cells: list[tuple[str, Any]] = [(shown, shown)]
     cells += [(_of_result(known.get(key)), known.get(key, "")) for key in more]
     cells += [

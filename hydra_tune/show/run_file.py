@@ -127,8 +127,19 @@ def report_of_file(path: str | os.PathLike[str], out: str | os.PathLike[str] | N
     Raises:
         ConfigError: no run is recorded there, or a page cannot be saved at `out`.
     """
-    out = checked_page_path(Path(path).with_suffix(".html") if out is None else out)
-    return save_page(recorded_run(Path(path)), out)
+    if out is not None:
+        checked_page_path(out)
+    path = Path(path)
+    try:
+        run = recorded_run(path)
+        return save_page(run, path.with_suffix(".html") if out is None else out)
+    except ConfigError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{str(path)!r} is the recording of a pool, but it is damaged, or of another version of hydra_tune "
+            f"({type(error).__name__}: {error}). Make the page with the version that has recorded it."
+        ) from error
 
 
 def recorded_run(path: Path) -> RunRecord:
@@ -146,11 +157,13 @@ def recorded_run(path: Path) -> RunRecord:
             trials |= {trial["trial"]: trial for trial in data["trials"]}
             spans.extend(data["spans"])
             memory.extend(data["memory"])
-    if not devices:
+    if not found:
         raise ConfigError(
-            f"a run is read from a file that ShardPool(record=...) has written, but {str(path)!r} has none that has "
-            "lasted a second."
+            f"{str(path)!r} is no recording of a pool. A pool writes one where it is made with "
+            f"ShardPool(record={str(path)!r})."
         )
+    if not devices:
+        raise ConfigError(f"the run in {str(path)!r} ended before anything was recorded, which is after a second.")
     return RunRecord(
         report={"elapsed_s": elapsed_s, "devices": devices, "trials": [trials[number] for number in sorted(trials)]},
         spans=[dict(zip(SPAN_KEYS, span, strict=True)) for span in spans],

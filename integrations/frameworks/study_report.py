@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra_tune.errors import ConfigError
+from hydra_tune.integrations.frameworks.trial_attributes import LACK
 from hydra_tune.pool.shard_pool import ShardPool
 
 if TYPE_CHECKING:
@@ -35,8 +37,14 @@ def save_report(pool: ShardPool, path: str | os.PathLike[str], study: optuna.Stu
     path.
 
     Raises:
-        ConfigError: the name does not end in .html, or there is no such folder.
+        ConfigError: the name does not end in .html, there is no such folder, or the arguments are in another order.
     """
+    is_study = study is None or hasattr(study, "get_trials")
+    if not (isinstance(pool, ShardPool) and isinstance(path, (str, os.PathLike)) and is_study):
+        given = ", ".join(type(each).__name__ for each in (pool, path, study))
+        raise ConfigError(
+            f'save_report takes a pool, a path and a study, but got {given}. Write save_report(pool, "x.html", study).'
+        )
     if study is None:
         return pool.save_report(path)
     return pool.save_report(path, results=_results(study), figures=_figures(study), title=study.study_name)
@@ -48,7 +56,9 @@ def _results(study: optuna.Study) -> dict[str, dict[str, Any]]:
     for trial in study.get_trials(deepcopy=False):
         values = trial.values or [None] * len(study.directions)
         names = ["value"] if len(values) == 1 else [f"value {i}" for i in range(len(values))]
-        known = {"state": trial.state.name.lower(), **dict(zip(names, values, strict=True)), **trial.params}
+        state = "did not fit" if LACK in trial.user_attrs else trial.state.name.lower()
+        params = {name: "None" if value is None else value for name, value in trial.params.items()}
+        known = {"state": state, **dict(zip(names, values, strict=True)), **params}
         found[f"trial {trial.number}"] = known
     return found
 

@@ -313,6 +313,32 @@ def test_what_makes_no_sense_is_said(options, message):
         plan(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"batch": (torch.ones(2, WIDTH), torch.ones(2))},
+            r"takes no such call: too many .* write loss=lambda model, b",
+        ),
+        ({"batch": {"x": torch.ones(2, WIDTH)}}, r"batch= is fed as model\(\*\*batch\) .* write loss=lambda"),
+        ({"eval_batch": (torch.ones(2, WIDTH),) * 2}, r"eval_batch= is fed .* Give the model's inputs alone"),
+        (
+            {"loss": lambda model, batch: model(batch)},
+            r"tensor of one number .* got a tensor of shape \(8, 3\)\. Write",
+        ),
+        ({"loss": lambda model, batch: model(batch).sum().detach()}, r"shape \(\) that requires no gradient"),
+        ({"loss": lambda model, batch: None}, "got NoneType"),
+        ({"loss": 3}, "loss is a function of the model and the batch, or None; got int"),
+        ({"optimizer": "sgd"}, r"optimizer is a torch\.optim\.Optimizer or None, got str"),
+    ],
+)
+def test_a_batch_that_the_model_does_not_take_and_a_loss_that_is_none_are_said(options, message):
+    """A pair of inputs and targets ended in the forward's own traceback, without a word on loss=."""
+    arguments = {"model": build()[0], "batch": torch.ones(ROWS, WIDTH), **options}
+    with pytest.raises(ConfigError, match=message):
+        plan(**arguments)
+
+
 def test_a_prepared_model_is_refused():
     model, optimizer = build()
     with hydra_tune.ShardPool("cpu", "1MiB") as pool:
@@ -337,6 +363,19 @@ def odd():
 
 def fails():
     raise KeyError("weights")
+
+def leaves():
+    raise SystemExit(3)
+
+class Odd(nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("two\\nlines")
+
+def odd_model():
+    return Odd(8, 8), None, torch.ones(2, 8)
+
+def odd_shape():
+    return nn.Linear(8, 8), None, torch.ones(2, 9)
 """
 
 
@@ -350,7 +389,10 @@ def test_a_factory_is_planned(tmp_path, monkeypatch):
         ("no_such_module:build", "can be imported"),
         ("some_factories:nothing", "no function 'nothing'"),
         ("some_factories:odd", "'batches'"),
-        ("some_factories:fails", "KeyError: 'weights'"),
+        ("some_factories:fails", r"KeyError: 'weights' \(some_factories\.py:16\)"),
+        ("some_factories:leaves", r"SystemExit: 3 \(some_factories\.py:19\)"),
+        ("some_factories:odd_model", r"RuntimeError: two\nlines \(some_factories\.py:23\)"),
+        ("some_factories:odd_shape", r"mat1 and mat2 .* \(some_factories\.py:28\)"),  # no line of the user's has raised
         ("torch:get_num_threads", "returned int"),
     ):
         with pytest.raises(ConfigError, match=message):

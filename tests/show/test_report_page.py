@@ -128,12 +128,42 @@ def test_a_trial_that_waits_for_host_memory_is_a_row():
     assert "waits for 3 MiB of host memory" in page(a_run(report=report))
 
 
+def test_a_trial_that_the_pool_has_refused_is_a_row_that_says_so():
+    """One without room in host memory is none of the pool's. One that was cut is not said to be spilled."""
+    results = {f"trial {n}": {"state": "did not fit", "value": None, "kind": "None"} for n in (0, 7)}
+    text = page(a_run(results={**results, "trial 8": {"state": "complete"}}))
+    assert text.count('<td data-value="did not fit">did not fit</td>') == 2
+    assert text.count(">None</td>") == 2 and "trial 7" in text and "trial 8" not in text
+
+
 def test_a_report_is_a_html_in_a_folder_that_there_is(tmp_path):
     assert save_page(a_run(), tmp_path / "a.html").read_text().startswith("<!doctype html>")
     with pytest.raises(hydra_tune.ConfigError, match=r'got \'a.pdf\'\. Write "a\.html"'):
         save_page(a_run(), tmp_path / "a.pdf")
     with pytest.raises(hydra_tune.ConfigError, match="in a folder that there is"):
         save_page(a_run(), tmp_path / "none" / "a.html")
+
+
+def test_a_report_says_which_trials_did_not_fit_and_shows_a_choice_of_none(tmp_path):
+    """They were pruned, as others are; and None was an empty cell."""
+
+    def objective(trial):
+        width = {None: WIDTH, "wide": 4000}[trial.suggest_categorical("kind", [None, "wide"])]
+        model = hydra_tune.prepare(torch.nn.Sequential(torch.nn.Linear(WIDTH, width), torch.nn.Linear(width, 2)))
+        model(torch.randn(4, WIDTH)).sum().backward()
+        if trial.number == 2:
+            raise optuna.TrialPruned
+        return 0.0
+
+    pool, study = hydra_tune.ShardPool(["cpu"], BUDGETS["spilled"]), optuna.create_study()
+    for kind in ("wide", None, None):
+        study.enqueue_trial({"kind": kind})
+    hydra_tune.HydraTrialRunner(pool, 1).optimize(study, objective, n_trials=3)
+    text = hydra_tune.save_report(pool, tmp_path / "report.html", study).read_text()
+    rows = re.findall(r"<tr><td>.*?</tr>", text.split("<tbody>")[1])[:3]
+    states = [re.findall(r'data-value="([^"]*)"', row)[0] for row in rows]
+    assert states == ["did not fit", "complete, resident", "pruned, resident"]
+    assert [">None</td>" in row for row in rows] == [False, True, True]
 
 
 def test_a_search_has_a_report_with_its_values_and_plots(tmp_path):
@@ -158,5 +188,10 @@ def test_a_search_has_a_report_with_its_values_and_plots(tmp_path):
     assert [name for _, name, _ in data["names"]] == ["trial 0", "trial 1", "trial 2"] and len(data["devices"]) == 2
     assert {0, 1, 3} <= set(data["spans"]["kind"]) and all(data["memory"])
     assert max(used for _, used in data["memory"][0]) <= pool.devices[0].budget_bytes
+    for swapped in ((tmp_path / "a.html", pool, study), (pool, study, tmp_path / "a.html"), (study, pool)):
+        with pytest.raises(hydra_tune.ConfigError, match=r"a pool, a path and a study, but got .* Write save_report\("):
+            hydra_tune.save_report(*swapped)
+    with pytest.raises(hydra_tune.ConfigError, match=r"saved at a path, got Study"):
+        pool.save_report(study)
     plain = pool.save_report(tmp_path / "plain.html").read_text()
     assert "plotly" not in plain.split('id="plotly"')[0] and len(plain) < 200_000

@@ -112,5 +112,5 @@ def test_what_is_no_recording_is_refused(tmp_path):
     with pytest.raises(hydra_tune.ConfigError, match="No such file"):
         report_of_file(tmp_path / "none.jsonl")
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(hydra_tune.ConfigError, match="has none that has lasted a second"):
+    with pytest.raises(hydra_tune.ConfigError, match="is no recording of a pool"):
         report_of_file(tmp_path / "other.jsonl")

@@ -47,8 +47,8 @@ class NoRoomError(torch.OutOfMemoryError):
     needs = ""
 
 
-def no_room(needs: str, message: str) -> NoRoomError:
-    error = NoRoomError(message)
+def no_room(needs: str, message: str = "") -> NoRoomError:
+    error = NoRoomError(message or f"it needs {needs}")
     error.needs = needs
     return error
 
@@ -165,9 +165,9 @@ class TrialMeter:
         if pilot is None or self.inside:
             return error
         pilot.failed, self.counting = True, self.always
-        return self.refused_step(error)
+        return self.refusal(error)
 
-    def refused_step(self, error: torch.OutOfMemoryError) -> BudgetError:
+    def refusal(self, error: torch.OutOfMemoryError) -> BudgetError:
         """The error that ends a pilot which has no room beside its blocks."""
         helps = LARGER, SMALLER_STEP, "keeping fewer tensors between layers, such as hidden states"
         refusal = does_not_fit("a step, with what it keeps between its blocks,", needs(error), self.room, helps)

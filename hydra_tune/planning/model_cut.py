@@ -111,7 +111,7 @@ class ModelCut:
         try:
             self.adopt(self.choices.adding("held", [name], reason))
         except torch.OutOfMemoryError as error:
-            raise trial.meter.refused_step(error) from None
+            raise trial.meter.refusal(error) from None
         if trial.casts.has(weight):
             raise PrepareError(
                 "a weight that was used as autocast's copy so far is used otherwise in the same autocast context: "

@@ -19,7 +19,6 @@ weights are on the device, so that copying them is not counted as the block's ow
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +43,6 @@ from hydra_tune.errors import BudgetError, PrepareError, clear_frames
 from hydra_tune.planning.fingerprint import Fingerprint
 from hydra_tune.planning.known_steps import StepKind, larger_of
 from hydra_tune.planning.measurement import FoundError, Measurement
-from hydra_tune.planning.optimizer_memory import held_bytes
 from hydra_tune.planning.partition import has_children, shape_of
 from hydra_tune.schedule.plan import TOO_LARGE, BlockProfile
 
@@ -58,10 +56,9 @@ _CAST = torch.ops.aten._to_copy.default
 class Pilot:
     """The measurements of one step. `profiles` are by the names of blocks, in the order in which the blocks ran."""
 
-    def __init__(self, trial: Trial, kind: StepKind, free_bytes: int, given_bytes: int) -> None:
+    def __init__(self, trial: Trial, kind: StepKind, free_bytes: int) -> None:
         self.kinds = [kind]  # of the step's forwards
         self.free_bytes = free_bytes  # that the step may take on the device
-        self._given_bytes = given_bytes  # of the first forward's inputs
         self.profiles: dict[str, BlockProfile] = {}
         self.kept_bytes = 0  # that the training loop keeps from one step to the next
         self.peak_bytes = 0  # the most that the trial took, with a block's weights and work
@@ -93,14 +90,11 @@ class Pilot:
         if self._copy is None or self._copy[0] is not block:
             self._drop_copy()
             if block.weight_bytes > self.free_bytes:
-                need, free = format_bytes(block.weight_bytes, up=True), format_bytes(self.free_bytes)
-                raise no_room(
-                    f"{need} for its weights alone", f"its weights take {need}, and no more than {free} are free."
-                )
+                raise no_room(f"{format_bytes(block.weight_bytes, up=True)} for its weights alone")
             try:
                 self._copy = block, self._trial.residency.promote(block)
             except torch.OutOfMemoryError as error:  # a backward cannot be made another way
-                raise (self._trial.meter.refused_step(error) if self._trial.backwards.under_way else error) from None
+                raise (self._trial.meter.refusal(error) if self._trial.backwards.under_way else error) from None
         return self._copy[1]
 
     def _drop_copy(self) -> None:
@@ -111,21 +105,8 @@ class Pilot:
             self._trial.residency.device.free_slot(None, block.weight_bytes)
 
     def refused(self, error: BudgetError) -> BudgetError:
-        """The error, which ends the pilot since something has no room.
-
-        How much would be enough is not known. So the lack that the error states, for samplers, is a guess that grows
-        with the model and its inputs.
-
-        If the pilot had the whole budget, other trials of the architecture would fail, too, and are refused with the
-        same error. Not if the step had several forwards: other trials may have fewer in a step.
-        """
-        trial = self._trial
-        budget_bytes = trial.pool.budget_bytes
-        beyond_bytes = held_bytes(trial, list(trial.model.parameters()), trains=self.trains) + self._given_bytes
-        error.lack = max(beyond_bytes / budget_bytes, 0.01)
-        if self.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:
-            trial.planner.known.architecture.refusals[self.kinds[0].of_any] = copy.copy(error)  # without frames
-        return error
+        """The error, which ends the pilot since something has no room."""
+        return self._trial.planner.note_refusal(self, error)
 
     def profiles_beside(self, step_bytes: int) -> dict[str, BlockProfile]:
         """The measured profiles, for a step that reserves `step_bytes`. In an evaluation a block's work is only what
@@ -148,8 +129,9 @@ class Pilot:
         """Run a call of the block with gradients, and return its outputs. It is measured, unless an equal block with
         equal inputs was measured before."""
         trial = self._trial
-        own = block.slot_parameters
-        if any(place.get(name) is not own[i] for place, name, i in block.sites):  # torch.func.functional_call
+        if any(
+            place.get(name) is not block.slot_parameters[i] for place, name, i in block.sites
+        ):  # torch.func.functional_call
             trial.planner.cut.open_block(block, f"{block.name} is called with other weights than its own")
             return block.forward(args, kwargs)
         while True:

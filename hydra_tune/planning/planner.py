@@ -36,6 +36,7 @@ from hydra_tune.planning.fingerprint import plan_key
 from hydra_tune.planning.known_steps import KnownSteps, StepKind, StepMeasure
 from hydra_tune.planning.measured_plans import make_plans
 from hydra_tune.planning.model_cut import ModelCut
+from hydra_tune.planning.optimizer_memory import held_bytes
 from hydra_tune.planning.pilot import Pilot
 from hydra_tune.planning.refusals import refuse_computed_weights, refuse_unsupported
 from hydra_tune.schedule.events import Admit, PilotDone, PilotReady, PlanReady, Shared, StartPilot
@@ -56,6 +57,7 @@ class Planner:
         self.known = KnownSteps()
         self.plan: TrialPlan | None = None  # the one that the trial is admitted under
         self.pilot: Pilot | None = None  # the one under way
+        self._given_bytes = 0  # of its first forward's inputs
         self.trained: set[int] = set()  # ids of parameters that are trained in a step that the plan covers
         self.covered: set[Any] = set()  # calls that the plan is known to cover; only of a resident plan
         self._shared_at = -1  # `SharedWeights.changes` when the machine was told what the plan's shards share
@@ -139,13 +141,30 @@ class Planner:
         if kind.of_any in refusals:
             raise copy.copy(refusals[kind.of_any])  # the copy has no frames
         self.leave_plan()
+        self._given_bytes = given_bytes
         room = trial.events.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
-        self.pilot = Pilot(trial, kind, room.free_bytes, given_bytes)
+        self.pilot = Pilot(trial, kind, room.free_bytes)
         if self._take_known(kind):
             self.give_up_pilot()
             return False
         self.cut.adopt(self.cut.choices)
         return True
+
+    def note_refusal(self, pilot: Pilot, error: BudgetError) -> BudgetError:
+        """The error, which ends the pilot since something has no room.
+
+        How much would be enough is not known. So the lack that the error states, for samplers, is a guess that grows
+        with the model and its inputs.
+
+        If the pilot had the whole budget, other trials of the architecture would fail, too, and are refused with the
+        same error. Not if the step had several forwards: other trials may have fewer in a step.
+        """
+        trial, budget_bytes = self._trial, self._trial.pool.budget_bytes
+        beyond_bytes = held_bytes(trial, list(trial.model.parameters()), trains=pilot.trains) + self._given_bytes
+        error.lack = max(beyond_bytes / budget_bytes, 0.01)
+        if pilot.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:
+            self.known.architecture.refusals[pilot.kinds[0].of_any] = copy.copy(error)  # without frames
+        return error
 
     def end_pilot(self) -> None:
         """End the pilot after its step. From here on its numbers are known, to trials of the architecture as well."""

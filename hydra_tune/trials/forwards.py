@@ -217,7 +217,7 @@ class Forwards:
             meter.adopt(tensors_in((args, kwargs)), are_a_batch=True)
         except torch.OutOfMemoryError as error:
             clear_frames(error)
-            refusal = meter.refused_step(error)
+            refusal = meter.refusal(error)
             trial.leave_after_error()
             raise refusal from None
         except BaseException:
@@ -256,7 +256,7 @@ class Forwards:
             refusal, forward_pass.done = error, True
             if isinstance(error, torch.OutOfMemoryError) and pilot is not None:
                 clear_frames(error)
-                refusal = meter.refused_step(error)
+                refusal = meter.refusal(error)
             trial.leave_after_error()
             if refusal is not error:
                 raise refusal from None

@@ -54,7 +54,7 @@ class OutOfMemoryRetry:
             clear_frames(error)  # they keep what the visit has computed
             can_repeat = undo()
             if is_pilot and self._trial.backwards.under_way:
-                raise self._residency.meter.refused_step(error) from None
+                raise self._residency.meter.refusal(error) from None
             if is_pilot:  # a pilot has nothing on the device that can be dropped
                 raise
             if not can_repeat:

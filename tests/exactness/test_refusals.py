@@ -685,14 +685,14 @@ def test_an_objective_that_ends_without_prepare_is_warned_of_once_a_study(pool, 
     def warnings():
         return [r.getMessage() for r in caplog.records if "without a call of hydra_tune.prepare" in r.getMessage()]
 
-    study = optuna.create_study(study_name="digits")
+    study = optuna.create_study(study_name="of letters")
     runner = hydra_tune.HydraTrialRunner(pool, concurrency=2)
     with caplog.at_level(logging.WARNING, "hydra_tune"):
         runner.optimize(study, objective, n_trials=3, catch=ValueError)
         assert not warnings()
         runner.optimize(study, objective, n_trials=4)
         runner.optimize(study, objective, n_trials=2)
-    assert len(warnings()) == 1 and "study digits" in warnings()[0]
+    assert len(warnings()) == 1 and "study of letters" in warnings()[0]
     assert [trial.state.name for trial in study.trials[:4]] == ["PRUNED", "FAIL", "COMPLETE", "COMPLETE"]
 
 

@@ -121,7 +121,7 @@ def _data(run: RunRecord) -> dict[str, Any]:
     return {
         "devices": [device["name"] for device in devices],
         "budgets": [device["budget_bytes"] for device in devices],
-        "names": [(trial["trial"], trial["name"], trial_colour(trial["trial"])) for trial in _in_order(run.report["trials"])],
+        "names": [(t["trial"], t["name"], trial_colour(t["trial"])) for t in _in_order(run.report["trials"])],
         "memory": memory,
         "end_us": _us(end_s),
         **columns(run.spans),

@@ -133,7 +133,8 @@ class SearchProgress:
         search = self.search()
         counts = [(search.complete, "complete"), (search.pruned, "pruned"), (search.failed, "failed")]
         told = ", ".join(f"{number} {word}" for number, word in counts if number)
-        lines = [f"{search.done} trials in {format_seconds(search.elapsed_s)}: {told or 'none complete'}"]
+        trials = "1 trial" if search.done == 1 else f"{search.done} trials"
+        lines = [f"{trials} in {format_seconds(search.elapsed_s)}: {told or 'none complete'}"]
         if search.best is not None:
             lines[0] += f"; best {search.best:.6g} (trial {search.best_trial})"
         lines += [self._of_lacking(argument, lacking) for argument, lacking in sorted(self._lacking.items())]

@@ -171,7 +171,7 @@ class TrialMeter:
         """The error that ends a pilot which has no room beside its blocks."""
         helps = LARGER, SMALLER_STEP, "keeping fewer tensors between layers, such as hidden states"
         refusal = does_not_fit("a step, with what it keeps between its blocks,", needs(error), self.room, helps)
-        return refusal if (pilot := self.pilot()) is None else pilot.refused(refusal)
+        return refusal if (pilot := self.pilot()) is None else pilot.note_refusal(refusal)
 
     @property
     def room(self) -> str:

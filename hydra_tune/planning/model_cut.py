@@ -96,7 +96,7 @@ class ModelCut:
         helps = LARGER, "a narrower layer or half precision" if weights else SMALLER_STEP, FINER
         needs, beside = reason.removeprefix(f"{TOO_LARGE}: it needs "), self.choices.staying()
         refusal = does_not_fit(f"block {block.name}", needs, meter.room, helps, beside=beside)
-        return refusal if pilot is None else pilot.refused(refusal)
+        return self._trial.planner.note_refusal(refusal)
 
     def hold_weight(self, block: Block, weight: nn.Parameter, reason: str) -> Block:
         """In a pilot: hold a weight of this block on the device from here on. Returns the new block of the module."""

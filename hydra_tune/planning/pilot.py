@@ -39,7 +39,7 @@ from hydra_tune.blocks.tree import flatten_call
 from hydra_tune.config import format_bytes
 from hydra_tune.devices.meter import measured, needs, no_room, storages_of
 from hydra_tune.devices.tensor_bytes import storage_bytes
-from hydra_tune.errors import BudgetError, PrepareError, clear_frames
+from hydra_tune.errors import PrepareError, clear_frames
 from hydra_tune.planning.fingerprint import Fingerprint
 from hydra_tune.planning.known_steps import StepKind, larger_of
 from hydra_tune.planning.measurement import FoundError, Measurement
@@ -67,6 +67,7 @@ class Pilot:
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockProfile | FoundError] = {}
         self._start_bytes = trial.meter.trial_bytes
+        self.note_refusal = trial.planner.note_refusal
         self.trained = set[str]()  # names of blocks that were measured with gradients
         self._totals: dict[str, int] = {}  # by block: the most bytes in a visit without gradients, beyond the start's
         self._watched: dict[int, list[weakref.ref[RepeatedCall]]] = {}  # calls, by the storages of their inputs
@@ -104,10 +105,6 @@ class Pilot:
             self._trial.residency.drop(copy)
             self._trial.residency.device.free_slot(None, block.weight_bytes)
 
-    def refused(self, error: BudgetError) -> BudgetError:
-        """The error, which ends the pilot since something has no room."""
-        return self._trial.planner.note_refusal(self, error)
-
     def profiles_beside(self, step_bytes: int) -> dict[str, BlockProfile]:
         """The measured profiles, for a step that reserves `step_bytes`. In an evaluation a block's work is only what
         its run took beyond these bytes."""
@@ -129,9 +126,8 @@ class Pilot:
         """Run a call of the block with gradients, and return its outputs. It is measured, unless an equal block with
         equal inputs was measured before."""
         trial = self._trial
-        if any(
-            place.get(name) is not block.slot_parameters[i] for place, name, i in block.sites
-        ):  # torch.func.functional_call
+        own = block.slot_parameters
+        if any(place.get(name) is not own[i] for place, name, i in block.sites):  # torch.func.functional_call
             trial.planner.cut.open_block(block, f"{block.name} is called with other weights than its own")
             return block.forward(args, kwargs)
         while True:

@@ -150,8 +150,8 @@ class Planner:
         self.cut.adopt(self.cut.choices)
         return True
 
-    def note_refusal(self, pilot: Pilot, error: BudgetError) -> BudgetError:
-        """The error, which ends the pilot since something has no room.
+    def note_refusal(self, error: BudgetError) -> BudgetError:
+        """The error, which ends the pilot under way since something has no room.
 
         How much would be enough is not known. So the lack that the error states, for samplers, is a guess that grows
         with the model and its inputs.
@@ -159,7 +159,9 @@ class Planner:
         If the pilot had the whole budget, other trials of the architecture would fail, too, and are refused with the
         same error. Not if the step had several forwards: other trials may have fewer in a step.
         """
-        trial, budget_bytes = self._trial, self._trial.pool.budget_bytes
+        trial, pilot, budget_bytes = self._trial, self.pilot, self._trial.pool.budget_bytes
+        if pilot is None:
+            return error
         beyond_bytes = held_bytes(trial, list(trial.model.parameters()), trains=pilot.trains) + self._given_bytes
         error.lack = max(beyond_bytes / budget_bytes, 0.01)
         if pilot.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:

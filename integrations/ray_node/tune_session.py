@@ -15,6 +15,7 @@ import sys
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
+from weakref import WeakValueDictionary
 
 import torch
 from ray.train._internal import session as tune_session
@@ -24,6 +25,7 @@ from hydra_tune.integrations.ray_node import working_directory
 from hydra_tune.integrations.ray_node.messages import Printed
 from hydra_tune.integrations.ray_node.trial_thread import TrialThread
 
+_writers: WeakValueDictionary[str, TrialThread] = WeakValueDictionary()  # of checkpoints, by their folders
 _current: ContextVar[TrialSession | None] = ContextVar("hydra_tune trial", default=None)
 
 
@@ -45,9 +47,29 @@ class TrialSession:
             raise ValueError(
                 "metrics are plain numbers, but a torch.Tensor was reported. Write .item(), or put it in a checkpoint."
             )
-        persisted = self._attempt.report(metrics, None if checkpoint is None else _absolute(checkpoint))
+        persisted = self._attempt.report(metrics, None if checkpoint is None else self._its_own(checkpoint))
         if persisted is not None:
             self.loaded_checkpoint = persisted
+
+    def _its_own(self, checkpoint: Any) -> Any:
+        """With an absolute path, for the proxy, which persists it, has another working directory.
+
+        Raises:
+            RuntimeError: another live trial has reported one from the same folder.
+        """
+        if checkpoint.filesystem.type_name != "local":
+            return checkpoint
+        absolute = copy.copy(checkpoint)
+        absolute.path = str(Path(checkpoint.path).absolute())
+        other = _writers.get(absolute.path)
+        if other is not None and other.is_alive and other.order.trial_id != self._attempt.order.trial_id:
+            raise RuntimeError(
+                f"a checkpoint's folder is written by one trial, but that at {absolute.path} was reported by "
+                f"{other.order.trial_name}, too: the files in it may be of either. Write to a folder below "
+                "tune.get_context().get_trial_dir(), or to a temporary one."
+            )
+        _writers[absolute.path] = self._attempt
+        return absolute
 
     def print(self, stream: str, text: str) -> None:
         self._attempt.proxy.say(Printed(stream, text))
@@ -70,15 +92,6 @@ def plain(metrics: Any) -> Any:
 
 def _number(tensor: torch.Tensor) -> Any:
     return tensor if tensor.dim() else tensor.item()
-
-
-def _absolute(checkpoint: Any) -> Any:
-    """For the proxy, which persists it, has another working directory."""
-    if checkpoint.filesystem.type_name != "local":
-        return checkpoint
-    absolute = copy.copy(checkpoint)
-    absolute.path = str(Path(checkpoint.path).absolute())
-    return absolute
 
 
 class _Session:

@@ -54,6 +54,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.search
 	$(BIN)/python -m benchmarks.interleaving
 	$(BIN)/python -m benchmarks.ray_tune
+	$(BIN)/python -m benchmarks.ray_search
 	$(BIN)/python -m benchmarks.ray_nodes
 
 # A cell that fails ends it.

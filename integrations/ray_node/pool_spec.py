@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,9 +55,11 @@ class PoolSpec:
         """Virtual ones included."""
         return max(1, self.num_gpus(node_gpus)) if isinstance(self.devices, str) else len(self.devices)
 
-    def places(self, node_gpus: int) -> int:
-        """Trials that live at a time on a node with so many GPUs."""
-        return self.concurrency or MOST_TRIALS_A_DEVICE * self.num_devices(node_gpus)
+    def places(self, node: Mapping[str, float]) -> int:
+        """Trials that live at a time on a node with these resources. A proxy takes seconds of a CPU to start, and a
+        trial some for its Python: more trials than CPUs gain little, and two are enough to fill each other's gaps."""
+        devices = self.num_devices(int(node.get("GPU", 0)))
+        return self.concurrency or min(MOST_TRIALS_A_DEVICE * devices, max(2 * devices, int(node.get("CPU", 1))))
 
     def num_threads(self, node_cpus: int, node_gpus: int) -> int:
         """For the operators of one trial: virtual devices compute side by side, on the node's CPUs."""

@@ -29,8 +29,8 @@ class HydraExecutor(PlacementGroupFactory):
     Args:
         memory: bytes a device, as in `ShardPool`, of the pool that each node gets; `devices`, `host_memory` and
             `policy` likewise.
-        concurrency: trials that live at a time on a node; eight a device if None, of which those that host memory has
-            no room for wait.
+        concurrency: trials that live at a time on a node; if None, one a CPU of the node, at least two and at most
+            eight a device. Those that host memory has no room for wait.
         trial_memory: bytes of host memory that a trial takes: it starts on a node of which Ray has given that much to
             nobody yet. If None, on any with a free slot.
         pool: the name of a pool that several Ray jobs of one cluster share. The job that made it owns it. If None,
@@ -90,7 +90,7 @@ class HydraExecutor(PlacementGroupFactory):
         """What the proxy of one trial asks of Ray: a share of the smallest node's memory. Of what each node has and a
         placement group knows, that alone leaves the CPUs to tasks that trials start, for which trials wait. Half a
         share stays for those, too: too little for one more proxy."""
-        shares = [node["memory"] / (spec.places(int(node.get("GPU", 0))) + 0.5) for node in eligible_nodes()]
+        shares = [node["memory"] / (spec.places(node) + 0.5) for node in eligible_nodes()]
         slot = object.__new__(cls)
         slot.spec = spec
         slot._is_slot = True

@@ -74,7 +74,7 @@ class PoolKeeper:
         job = ray.get_runtime_context().get_job_id()
         threads = spec.num_threads(int(node["Resources"].get("CPU", 1)), gpus)
         actor: Any = ray.remote(**options)(PoolActor)
-        pool = actor.remote(spec, job, spec.places(gpus), threads)
+        pool = actor.remote(spec, job, spec.places(node["Resources"]), threads)
         limit_s = START_S if wanted else SLOW_START_S
         try:
             await asyncio.wait_for(asyncio.shield(pool.address.remote()), limit_s)

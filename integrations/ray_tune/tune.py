@@ -189,5 +189,5 @@ def _needs_limit(search_alg: Any) -> bool:
 
 def _places(executor: HydraExecutor) -> int:
     """On all nodes."""
-    places: int = max(1, sum(executor.spec.places(int(node.get("GPU", 0))) for node in eligible_nodes()))
+    places: int = max(1, sum(executor.spec.places(node) for node in eligible_nodes()))
     return places

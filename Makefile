@@ -56,6 +56,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.ray_tune
 	$(BIN)/python -m benchmarks.ray_search
 	$(BIN)/python -m benchmarks.ray_nodes
+	$(BIN)/python -m benchmarks.shared_base
+	$(BIN)/python -m benchmarks.view
+	$(BIN)/python -m benchmarks.plan
 
 # A cell that fails ends it.
 notebooks: $(READY)

@@ -119,12 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> int:
+    """Returns 1 if something is refused."""
     from hydra_tune.preview.factory import plan_of_factory
 
     cost = None if options.cost is None else CostModel.load(options.cost)
     found = plan_of_factory(options.where, memory=options.memory, cost=cost)
     print(json.dumps(found.to_dict(), indent=1) if options.json else found)
+    return int(bool(found.refused))
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -119,7 +119,7 @@ class TrialMeter:
         device = self.device
         if device.is_virtual and device.live_bytes + num_bytes > device.budget_bytes:
             raise no_room(
-                f"at least {format_bytes(device.live_bytes + num_bytes - self._others_bytes, up=True)}",
+                f"{format_bytes(device.live_bytes + num_bytes - self._others_bytes, up=True)} as it is cut",
                 f"{device.name} holds {format_bytes(device.live_bytes)} and was asked for {format_bytes(num_bytes)} "
                 f"more, but its budget is {format_bytes(device.budget_bytes)}. {_ADVICE}",
             )

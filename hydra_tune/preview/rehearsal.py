@@ -22,7 +22,8 @@ from torch import nn
 
 from hydra_tune.blocks.root import trial_of
 from hydra_tune.config import MOST_BYTES, format_bytes
-from hydra_tune.errors import SMALLER_STEP, BudgetError, clear_frames, does_not_fit
+from hydra_tune.devices.meter import needs
+from hydra_tune.errors import FINER, LARGER, SMALLER_STEP, BudgetError, clear_frames, does_not_fit
 from hydra_tune.planning.measured_plans import make_plans
 from hydra_tune.pool.shard_pool import ShardPool
 from hydra_tune.preview.feeding import Loss, loss_of, outputs_of, refuse_no_number
@@ -128,6 +129,10 @@ class Script:
             except BudgetError as error:
                 clear_frames(error)
                 found.refusal = error
+            except torch.OutOfMemoryError as error:  # under HYDRA_TUNE_CHECKS, in a step that was measured
+                clear_frames(error)
+                there_is, helps = f"the budget is {format_bytes(budget_bytes)}", (LARGER, SMALLER_STEP, FINER)
+                found.refusal = does_not_fit("a step", needs(error), there_is, helps)
             finally:
                 found.device = pool.report()["devices"][0]
                 if trial_of(self.model) is not None:

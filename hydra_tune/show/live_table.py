@@ -52,14 +52,15 @@ def _drawn(snapshot: PoolSnapshot, columns: int, chosen: str, most_rows: int) ->
 
     parts: list[RenderableType] = []
     if snapshot.search is not None:
-        parts.append(Text(_search_line(snapshot.search, columns), "bold", no_wrap=True, overflow="ellipsis"))
+        parts.append(Text(_search_line(snapshot, snapshot.search, columns), "bold", no_wrap=True, overflow="ellipsis"))
     parts += [_device_line(device, snapshot.elapsed_s, columns) for device in snapshot.devices]
     rows = _rows(snapshot, most_rows)
     place = next((n for n, trial in enumerate(rows) if trial.name == chosen), 0)
     first = max(0, place - most_rows + 1)
     if rows:
         parts.append(_table(rows[first : first + most_rows], chosen, columns))
-    if (more := len(rows) - most_rows) > 0:
+    ended = 0 if snapshot.search is None else snapshot.search.done
+    if (more := len(live_trials(snapshot)) + ended - min(len(rows), most_rows)) > 0:
         parts.append(Text(f" and {more} more", "dim"))
     return Group(*parts)
 
@@ -74,7 +75,7 @@ def plain_line(snapshot: PoolSnapshot) -> str:
         f"{t.name} {t.state}" + (f" at step {_steps(t)}" if _steps(t) else "")
         for t in live_trials(snapshot)[:MOST_ROWS]
     )
-    search = "" if snapshot.search is None else _search_line(snapshot.search) + "; "
+    search = "" if snapshot.search is None else _search_line(snapshot, snapshot.search) + "; "
     return f"{search}{devices}" + (f"; {steps}" if steps else "")
 
 
@@ -92,7 +93,7 @@ def _rows(snapshot: PoolSnapshot, most: int) -> list[TrialSnapshot]:
     return [*live, *(ended[-room:] if room else [])]
 
 
-def _search_line(search: SearchSnapshot, columns: int | None = None) -> str:
+def _search_line(snapshot: PoolSnapshot, search: SearchSnapshot, columns: int | None = None) -> str:
     """Without the search's name, where a terminal is too narrow for it."""
     from rich.cells import cell_len
 
@@ -104,8 +105,8 @@ def _search_line(search: SearchSnapshot, columns: int | None = None) -> str:
     parts = [", ".join(told)]
     if search.best is not None:
         parts.append(f"best {search.best:.4g} (trial {search.best_trial})")
-    if search.left_s is not None and search.running:
-        parts.append(f"{format_seconds(search.left_s)} left")
+    if search.running and (left_s := search.left_s(snapshot.trials)) is not None:
+        parts.append(f"{format_seconds(left_s)} left")
     line = "   ".join([search.name, *parts])
     return line if columns is None or cell_len(line) <= columns else "   ".join(parts)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -84,12 +84,12 @@ class SearchSnapshot:
     def done(self) -> int:
         return self.complete + self.pruned + self.did_not_fit + self.failed
 
-    @property
-    def left_s(self) -> float | None:
-        """Seconds until its end, at its pace so far; None if unknown."""
+    def left_s(self, live: Sequence[TrialSnapshot]) -> float | None:
+        """Seconds until its end, at its pace so far, and not before the end of a `live` trial; None if unknown."""
         if self.n_trials is None or not self.done:
             return None
-        return max(0, self.n_trials - self.done) * self.elapsed_s / self.done
+        at_pace_s = max(0, self.n_trials - self.done) * self.elapsed_s / self.done
+        return max([at_pace_s, *(trial.left_s or 0.0 for trial in live)])
 
 
 @dataclass(frozen=True)

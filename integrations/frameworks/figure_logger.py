@@ -114,7 +114,10 @@ def _of_devices(snapshot: PoolSnapshot, before: dict[str, Any]) -> dict[str, flo
         before[device.name] = now
         found[f"hydra/{device.name}/used_mib"] = device.used_bytes / 2**20
         found[f"hydra/{device.name}/busy_pct"] = 100 * busy_s / elapsed_s if elapsed_s else 0.0
-        found[f"hydra/{device.name}/stalled_pct"] = 100 * stalled_s / elapsed_s if elapsed_s else 0.0
+        # it may have been told late of a stall before this time
+        found[f"hydra/{device.name}/stalled_pct"] = (
+            min(100 * stalled_s, 100 * (elapsed_s - busy_s)) / elapsed_s if elapsed_s else 0.0
+        )
     return found
 
 

@@ -2,7 +2,7 @@
 
 Keys are flat (``hydra/state``, ``hydra/step_ms``), so that a dashboard shows and sorts each; what is not known yet is
 not written. A storage may be slow, and trials write to it, too. So writing takes at most 0.3% of one core and a
-twentieth of the time. The figures of the first step of all come at once, whatever was written before. A storage that
+twentieth of the time. The figures of a trial's first step come within a second beside that. A storage that
 fails costs the live figures alone.
 """
 
@@ -64,7 +64,7 @@ class LiveAttributes:
         self._study = study
         self._ended = threading.Event()
         self._written: dict[Any, dict[str, Any]] = {}  # what a trial has by now, by its id; the study's under None
-        self._tells_steps = False  # a trial's figures were written
+        self._stepping: set[str] = set()  # names of live trials whose first step's figures were written
         self._thread = threading.Thread(target=self._run, name="hydra_tune attributes", daemon=True)
 
     def __enter__(self) -> LiveAttributes:
@@ -86,13 +86,11 @@ class LiveAttributes:
         self._study._storage.remove_session()  # this thread's
 
     def _ends_within(self, pause_s: float) -> bool:
-        """Whether the search ends within so long. Returns early once there are figures of a first step."""
+        """Whether the search ends within so long. Meanwhile the figures of trials' first steps are written."""
         end_s = time.monotonic() + pause_s
         while (left_s := end_s - time.monotonic()) > 0:
-            if self._ended.wait(min(left_s, FIRST_S)):
+            if self._ended.wait(min(left_s, FIRST_S)) or not self._try(self._write_first):
                 return True
-            if not self._tells_steps and any(trial.steps for trial in self._progress.snapshot().trials):
-                return False
         return self._ended.is_set()
 
     def write_last(self) -> None:
@@ -108,23 +106,34 @@ class LiveAttributes:
             logger.warning("live figures are no longer written to the study's storage (%s)", error)
             return False
 
+    def _write_first(self) -> None:
+        stepping = {trial.name for trial in self._progress.snapshot().trials if trial.steps}
+        new, self._stepping = stepping - self._stepping, stepping
+        if new:
+            self._write_trials(new)
+
     def _write_all(self) -> None:
+        self._write_trials(None)
+        self._write_study()
+
+    def _write_trials(self, names: set[str] | None) -> None:
+        """Those with these names, or all."""
         import optuna
 
         running = self._progress.running.all
         for trial, context in running:
-            if trials := [each for each in context.trials if not each.ended]:
-                try:
-                    figures = figures_of(trials)
-                except KeyError:  # it has just ended
-                    continue
-                try:
-                    for key, value in self._changed(trial._trial_id, figures).items():
-                        self._study._storage.set_trial_user_attr(trial._trial_id, key, value)
-                except optuna.exceptions.UpdateFinishedTrialError:
-                    continue
-                self._tells_steps |= bool(figures["hydra/steps"])
-        self._write_study()
+            trials = [each for each in context.trials if not each.ended and (names is None or each.name in names)]
+            if not trials:
+                continue
+            try:
+                figures = figures_of(trials)
+            except KeyError:  # it has just ended
+                continue
+            try:
+                for key, value in self._changed(trial._trial_id, figures).items():
+                    self._study._storage.set_trial_user_attr(trial._trial_id, key, value)
+            except optuna.exceptions.UpdateFinishedTrialError:
+                continue
         for gone in self._written.keys() - {None, *(trial._trial_id for trial, _ in running)}:
             del self._written[gone]
 

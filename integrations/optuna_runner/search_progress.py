@@ -139,7 +139,8 @@ class SearchProgress:
             lines[0] += f"; best {search.best:.6g} (trial {search.best_trial})"
         lines += [self._of_lacking(argument, lacking) for argument, lacking in sorted(self._lacking.items())]
         busy, stalled = self._shares()
-        causes = sorted(stalled.items(), key=lambda item: -item[1])
+        causes = [*sorted(stalled.items(), key=lambda item: -item[1])]
+        causes.append(("without trials", 1.0 - busy - sum(stalled.values())))
         waits = ", ".join(f"{share:.0%} {_CAUSES.get(cause, cause)}" for cause, share in causes if share >= 0.005)
         lines.append(f"devices computed {busy:.0%} of the time" + (f"; else: {waits}" if waits else ""))
         return "\n".join(lines)

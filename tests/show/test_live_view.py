@@ -65,7 +65,7 @@ def plain(text):
 
 
 def test_a_table_says_what_the_search_the_devices_and_the_trials_do():
-    search, device, header, _, first, second = map(str.rstrip, drawn(SNAPSHOT))
+    search, device, header, _, first, second, more = map(str.rstrip, drawn(SNAPSHOT))
     assert search == "digits   32 of 64 done, 2 running, 2 pruned   best 0.25 (trial 7)   64 s left"
     assert device.split("━")[-1] == "  5.0 MiB of 20.0 MiB   busy 60%   computes trial 1, promotes trial 2"
     assert header.split() == ["trial", "state", "step", "ms/step", "value", "device", "host", "share", "left"]
@@ -73,6 +73,16 @@ def test_a_table_says_what_the_search_the_devices_and_the_trials_do():
         *("trial", "1", "spilled", "10/40", "250", "0.5", "5.0", "MiB", "8.0", "MiB", "40%", "8", "s"),
     ]
     assert second == "trial 2  waits for memory of cuda:0"
+    assert more == " and 32 more", "those that have ended"
+
+
+def test_a_search_ends_no_sooner_than_its_trials():
+    """It said 3 s where one trial of many was left, with 17 s."""
+    search = SearchSnapshot("s", complete=11, running=1, n_trials=12, elapsed_s=33.0)
+    slow = TrialSnapshot("trial 11", "spilled", 10, 27, step_s=1.0)
+    assert drawn(PoolSnapshot(33.0, (DEVICE,), (slow,), search=search))[0].rstrip().endswith("17 s left")
+    fast = replace(slow, step_s=0.1)
+    assert drawn(PoolSnapshot(33.0, (DEVICE,), (fast,), search=search))[0].rstrip().endswith("3 s left")
 
 
 def test_ended_trials_fill_the_rows_that_are_left_and_the_rest_is_a_count():
@@ -177,7 +187,7 @@ def test_in_a_terminal_prints_and_logs_come_above_the_table_and_streams_are_give
     assert sys.stdout is sys.stderr is handler.stream is terminal
     lines = [line for line in plain(terminal.getvalue()) if line]
     said = [lines.index(text) for text in ("an objective prints", "a warning", "a log", "100%|####|")]
-    assert said == sorted(said) and lines[-1].startswith("trial 2"), "the table stays at the end"
+    assert said == sorted(said) and lines[-2].startswith("trial 2"), "the table stays at the end"
     assert any(line.startswith("digits   32 of 64") for line in lines)
 
 

@@ -64,7 +64,7 @@ class BudgetError(HydraTuneError, ValueError, RuntimeError):
     blocks: Sequence[str] = ()
 
     def __init__(self, message: str) -> None:
-        prefix = "The pool is out of memory: "
+        prefix = "The pool is out of memory. "
         super().__init__(prefix + message.removeprefix(prefix))  # a copy from another process has the prefix already
 
     def lacking(

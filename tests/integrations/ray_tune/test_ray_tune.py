@@ -166,6 +166,7 @@ def test_a_tuner_takes_resources(tmp_path):
     assert {result.metrics["loss"] for result in again.fit()} == {result.metrics["loss"] for result in results}
 
 
+@pytest.mark.proof
 def test_what_the_pools_do_is_printed_meanwhile_and_reported_afterwards(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pool_lines, "LINE_S", 0.0)
     executor = HydraExecutor(BUDGET, devices=["cpu"], concurrency=5)  # pools that no other test has

@@ -98,6 +98,7 @@ class ShardPool:
         self._snapshots = Snapshots(opened, machine, self.events.table, self.events.report, self.events.waiting)
         self.known = KnownArchitectures(self.events.lock)
         self.shared_weights = self.events.shared_weights
+        self.record = record
         self._recorder = None if record is None else RunRecorder(record, partial(_news, self.events))
         if self._recorder is not None:
             weakref.finalize(self, self._recorder.end).atexit = False

@@ -143,6 +143,8 @@ class SearchProgress:
         causes.append(("without trials", 1.0 - busy - sum(stalled.values())))
         waits = ", ".join(f"{share:.0%} {_CAUSES.get(cause, cause)}" for cause, share in causes if share >= 0.005)
         lines.append(f"devices computed {busy:.0%} of the time" + (f"; else: {waits}" if waits else ""))
+        if self._pool.record is not None:
+            lines.append(f"report: hydra-tune report {self._pool.record}")
         return "\n".join(lines)
 
     def _of_lacking(self, argument: str, lacking: _Lacking) -> str:

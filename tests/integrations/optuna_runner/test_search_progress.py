@@ -189,6 +189,12 @@ def test_host_memory_that_lacks_is_named(caplog):
     assert '2 did not fit host memory; host_memory="' in summary(caplog).getMessage()
 
 
+def test_a_summary_says_how_a_recording_becomes_a_report(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "hydra_tune")
+    search(train, 1, record=tmp_path / "run.jsonl")
+    assert summary(caplog).getMessage().splitlines()[-1] == f"report: hydra-tune report {tmp_path / 'run.jsonl'}"
+
+
 def test_a_failed_trial_counts_as_failed(caplog):
     caplog.set_level(logging.INFO, "hydra_tune")
 

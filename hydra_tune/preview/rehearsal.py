@@ -12,6 +12,7 @@ The optimizer does not step, the trial is only told so: no weight changes, and n
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,7 +124,12 @@ class Script:
         """
         found = Rehearsal(budget_bytes)
         evaluations = 1 if briefly else evaluations
-        with process_untouched(), self._pool(budget_bytes) as pool, trial_context(pool, 0, name="plan"):
+        with (
+            process_untouched(),
+            garbage_kept(),
+            self._pool(budget_bytes) as pool,
+            trial_context(pool, 0, name="plan"),
+        ):
             try:
                 self._run(pool, found, evaluations, counting=counting, briefly=briefly)
             except BudgetError as error:
@@ -251,6 +257,20 @@ def _needs(trial: Trial) -> Needs:
         least = max(least, stays + alone)
         roomy = max(roomy, 2 * stays + 2 * largest + max(p.work_bytes for p in plan.blocks))
     return Needs(min(least, resident), roomy, resident, two)
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Within, Python collects no cycles: tensors in them take memory until it does, and when that is, is by chance. So
+    a rehearsal needs as much as a run may need, and the same each time."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -5,7 +5,7 @@
     elsewhere   a line every 30 s                                                    logging
 
 A view never stops a search. If it cannot draw, it ends with one warning. Its own thread draws, and takes at most
-half a hundredth of one core: a frame that takes long is followed by a longer pause.
+0.4% of one core: a frame that takes long is followed by a longer pause.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hydra_tune.show.snapshot import PoolSnapshot
 
 logger = logging.getLogger("hydra_tune")
 FRAME_S, LINE_S = 0.25, 30.0
-MOST_OF_A_CORE = 0.005
+MOST_OF_A_CORE = 0.004
 NOTEBOOK_COLUMNS = 116
 _one_view = threading.Lock()  # held by the view that has the terminal or the notebook
 

@@ -30,7 +30,7 @@ from benchmarks.measure import interleaved, ratio, save
 from hydra_tune.integrations.optuna_runner.live_attributes import LiveAttributes
 from hydra_tune.show.live_view import LiveView
 
-TRIALS, CONCURRENCY, STEPS, WIDTH = 8, 4, 5000, 64
+TRIALS, CONCURRENCY, STEPS, WIDTH = 8, 4, 10_000, 64
 _cpu_s: defaultdict[str, float] = defaultdict(float)
 
 

@@ -56,12 +56,14 @@ class BudgetError(HydraTuneError, ValueError, RuntimeError):
         need_bytes: the least budget that would do, None if unknown: a first step that finds no room is not measured.
         argument: of `ShardPool`, the one that gives this budget.
         blocks: names of the blocks, if each of them alone needs too much.
+        step: a `planning.refused_step.RefusedStep`, for a first step that finds no room.
     """
 
     lack = 1.0
     need_bytes: int | None = None
     argument = "memory"
     blocks: Sequence[str] = ()
+    step: Any = None
 
     def __init__(self, message: str) -> None:
         prefix = "The pool is out of memory. "

@@ -28,8 +28,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hydra_tune.blocks.tree import tensors_in
 from hydra_tune.config import format_bytes
-from hydra_tune.devices.tensor_bytes import weights_of
+from hydra_tune.devices.tensor_bytes import storage_bytes, weights_of
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import plan_key
@@ -39,6 +40,7 @@ from hydra_tune.planning.model_cut import ModelCut
 from hydra_tune.planning.optimizer_memory import held_bytes
 from hydra_tune.planning.pilot import Pilot
 from hydra_tune.planning.refusals import refuse_computed_weights, refuse_unsupported
+from hydra_tune.planning.refused_step import RefusedStep
 from hydra_tune.schedule.events import Admit, PilotDone, PilotReady, PlanReady, Shared, StartPilot
 from hydra_tune.schedule.plan import TOO_LARGE, Cut, TrialPlan
 
@@ -57,6 +59,7 @@ class Planner:
         self.known = KnownSteps()
         self.plan: TrialPlan | None = None  # the one that the trial is admitted under
         self.pilot: Pilot | None = None  # the one under way
+        self._step: RefusedStep | None = None  # of the pilot, should it be refused
         self._given_bytes = 0  # of its first forward's inputs
         self.trained: set[int] = set()  # ids of parameters that are trained in a step that the plan covers
         self.covered: set[Any] = set()  # calls that the plan is known to cover; only of a resident plan
@@ -129,10 +132,10 @@ class Planner:
 
     # ---- a pilot's beginning and end ----
 
-    def begin(self, kind: StepKind, given_bytes: int) -> bool:
-        """Begin a pilot for a forward of this kind, with inputs of so many bytes: wait until no other step runs on the
-        device, then cut the model into blocks that run in visits. Returns False if another trial has measured this kind
-        while this one waited.
+    def begin(self, kind: StepKind, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Begin a pilot for a forward of this kind, with these inputs: wait until no other step runs on the device,
+        then cut the model into blocks that run in visits. Returns False if another trial has measured this kind while
+        this one waited.
 
         Raises:
             BudgetError: a trial of the same architecture was refused for this kind.
@@ -141,7 +144,8 @@ class Planner:
         if kind.of_any in refusals:
             raise copy.copy(refusals[kind.of_any])  # the copy has no frames
         self.leave_plan()
-        self._given_bytes = given_bytes
+        self._step = RefusedStep.of(trial, args, kwargs)
+        self._given_bytes = sum(map(storage_bytes, tensors_in((args, kwargs))))
         room = trial.events.ask(trial, PilotReady(trial.id, trial.alone), StartPilot)
         self.pilot = Pilot(trial, kind, room.free_bytes)
         if self._take_known(kind):
@@ -164,6 +168,7 @@ class Planner:
             return error
         beyond_bytes = held_bytes(trial, list(trial.model.parameters()), trains=pilot.trains) + self._given_bytes
         error.lack = max(beyond_bytes / budget_bytes, 0.01)
+        error.step = self._step
         if pilot.free_bytes >= budget_bytes and trial.steps.num_forwards <= 1:
             self.known.architecture.refusals[pilot.kinds[0].of_any] = copy.copy(error)  # without frames
         return error
@@ -240,7 +245,7 @@ class Planner:
     def _log_once(self, plan: TrialPlan) -> None:
         """Once an architecture, for each of its residencies."""
         logged, trial = self.known.architecture.logged, self._trial
-        if plan.resident not in logged and logger.isEnabledFor(logging.INFO):
+        if trial.pool.logs_plans and plan.resident not in logged and logger.isEnabledFor(logging.INFO):
             logged.add(plan.resident)
             how = "resident" if plan.resident else f"spilled, in {len(plan.shards)} shards"
             sizes = map(format_bytes, (plan.need_bytes, trial.pool.budget_bytes))

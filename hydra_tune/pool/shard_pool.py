@@ -83,6 +83,7 @@ class ShardPool:
         self.host_memory_bytes = host_bytes_for(host_memory, opened)  # for all live trials together
         self.budget_bytes = min(device.budget_bytes for device in opened)  # the least: a plan must fit any device
         self.spills_behind = any(device.spills_behind for device in opened)
+        self.logs_plans = True
         self.homes_move = len(opened) > 1 and all(device.is_virtual for device in opened)
         machine = Machine(
             [device.budget_bytes for device in opened],

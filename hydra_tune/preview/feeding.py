@@ -3,6 +3,7 @@
 batch       call               loss, unless the user gives a function for it
 mapping     model(**batch)     `.loss` or `["loss"]` of the outputs, if there is one;
 tuple, list model(*batch)      else the sum of the means of all outputs in floating point
+`Call`      as it says
 other       model(batch)
 """
 
@@ -12,7 +13,7 @@ import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,15 +25,23 @@ from hydra_tune.errors import ConfigError
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
+class Call(NamedTuple):
+    """A batch that is fed as ``model(*args, **kwargs)``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def copies_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: Mapping[int, nn.Parameter] | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """A copy of the model in host memory, and an optimizer of the same options for it, without state.
+    """A copy of the model in host memory, and an optimizer of the same options for it, without state. `weights` go in
+    place of the model's, by their `id`.
 
     Raises:
         ConfigError: the model cannot be copied.
     """
-    known: dict[int, Any] = {}
+    known: dict[int, Any] = dict(weights or {})
     try:
         twin = copy.deepcopy(model, known)
     except Exception as error:
@@ -66,6 +75,8 @@ def batch_copy(batch: Any) -> Any:
 
 
 def outputs_of(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Call):
+        return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -7,6 +7,9 @@ only if no rehearsal in it was refused, and the search for the least ends where 
 
 from __future__ import annotations
 
+import math
+import time
+
 from hydra_tune.preview.rehearsal import Rehearsal, Script
 
 _STEP = 0.99
@@ -14,11 +17,14 @@ _MOST_TRIES = 14
 _MOST_RESIDENT_TRIES = 5
 
 
-def least_rehearsal(script: Script, enough: Rehearsal) -> Rehearsal:
-    """The rehearsal in the least budget that was found, beginning from one in a budget that is `enough`."""
+def least_rehearsal(script: Script, enough: Rehearsal, until_s: float = math.inf) -> Rehearsal:
+    """The rehearsal in the least budget that was found, beginning from one in a budget that is `enough`. By
+    `time.monotonic` the last one begins before `until_s`."""
     best, refused_bytes, guess = enough, 0, _proposed(enough)
     less, more = 1 - _STEP, 0.03  # how far to go from a budget that fits, and from one that does not
     for _ in range(_MOST_TRIES):
+        if time.monotonic() > until_s:
+            break
         tried, others = script.at(guess), []
         if tried.refusal is None:
             # what a first step finds depends on what the step before has left: so on how many evaluations there were

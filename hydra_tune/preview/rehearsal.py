@@ -150,6 +150,7 @@ class Script:
     def _pool(self, budget_bytes: int) -> ShardPool:
         pool = ShardPool("cpu", budget_bytes, host_memory=1, seed=0)
         pool.host_memory_bytes = pool.events.machine.host_bytes = MOST_BYTES  # the copy is in host memory already
+        pool.logs_plans = False
         for device in pool.devices:
             device.counts_as_gpu = pool.spills_behind = self.counts_as_gpu
         return pool

@@ -210,7 +210,7 @@ class Forwards:
         meter.counting = True
         self._counting.start()
         try:
-            if not self._planner.begin(kind, sum(map(storage_bytes, tensors_in((args, kwargs))))):
+            if not self._planner.begin(kind, args, kwargs):
                 return False
             hold(trial.device.generators, trial.random_state)  # as with a lease: a pilot has the device to itself
             self._steps.begin()

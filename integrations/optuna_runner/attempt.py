@@ -25,6 +25,7 @@ from hydra_tune.integrations.optuna_runner.concurrency import Places
 from hydra_tune.integrations.optuna_runner.live_trials import LiveTrials
 from hydra_tune.integrations.optuna_runner.outcome import Outcome
 from hydra_tune.pool.shard_pool import ShardPool
+from hydra_tune.preview.unmeasured import script_of
 from hydra_tune.schedule.events import Reported
 from hydra_tune.trials.context import Context, trial_context
 
@@ -120,6 +121,12 @@ class Attempts:
                 trial.report = self._noted(trial.report, context, known)
                 self._await_start(context)
                 yield
+            except BudgetError as error:
+                if error.step is not None:  # whose model and inputs are alive until the context ends
+                    for live in context.trials:
+                        live.stop_counting()
+                    outcome.step, outcome.script = error.step, script_of(error.step)
+                raise
             finally:
                 vars(trial).pop("report", None)  # or the collector has to come for every trial
                 if context.resumption is not None and context.resumption.began_at:

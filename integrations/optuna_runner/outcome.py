@@ -21,13 +21,16 @@ from hydra_tune.trials.context import Context, current_context
 if TYPE_CHECKING:
     import optuna
 
+    from hydra_tune.planning.refused_step import RefusedStep
+    from hydra_tune.preview.rehearsal import Script
+
 logger = logging.getLogger("hydra_tune")
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one attempt: what its objective gave, or the `reason` for which it is pruned; `lack`, `need_bytes` and
-    `argument` as in `BudgetError`."""
+    """Of one attempt: what its objective gave, or the `reason` for which it is pruned; `lack`, `need_bytes`,
+    `argument` and `step` as in `BudgetError`."""
 
     trial: optuna.Trial
     context: Context = field(init=False)
@@ -37,6 +40,8 @@ class Outcome:
     lack: float = 0.0
     need_bytes: int | None = None
     argument: str = "memory"
+    step: RefusedStep | None = None
+    script: Script | None = None  # of the step, if this attempt has made it
     did_not_fit: bool = False
     ran_out_of_memory: bool = False
     told: bool = False  # to the study, which takes nothing more of it

@@ -5,18 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hydra_tune.config import format_bytes
 from hydra_tune.integrations.optuna_runner.live_trials import LiveTrials
 from hydra_tune.integrations.optuna_runner.outcome import Outcome
 from hydra_tune.pool.shard_pool import ShardPool
+from hydra_tune.preview.unmeasured import least_bytes
 from hydra_tune.show.live_table import MOST_ROWS, format_seconds
 from hydra_tune.show.snapshot import PoolSnapshot, SearchSnapshot, TrialSnapshot
 
 if TYPE_CHECKING:
     import optuna
+
+    from hydra_tune.planning.refused_step import RefusedStep
+    from hydra_tune.preview.rehearsal import Script
+
+_MOST_REHEARSED = 8  # refused first steps, after a search; each is kept with its inputs until then
+_REHEARSALS_S = 15.0  # the last one begins before
 
 _CAUSES = {
     "pilot": "measuring first steps",
@@ -28,16 +35,26 @@ _CAUSES = {
 
 @dataclass
 class _Lacking:
-    """Trials that did not fit for want of the same memory. `need_bytes` would hold those whose need is `known`."""
+    """Trials that did not fit for want of the same memory. `need_bytes` would hold those whose need is `known`.
+    `unmeasured`: how many were refused in the same first step, for each, and what a rehearsal of it needs."""
 
     number: int = 0
     known: int = 0
     need_bytes: int = 0
+    unmeasured: dict[RefusedStep, tuple[int, Script]] = field(default_factory=dict)
 
-    def add(self, need_bytes: int | None) -> None:
+    def add(self, outcome: Outcome) -> None:
         self.number += 1
-        self.known += need_bytes is not None
-        self.need_bytes = max(self.need_bytes, need_bytes or 0)
+        if outcome.need_bytes is not None:
+            self.know(1, outcome.need_bytes)
+        elif outcome.step is not None:
+            number, script = self.unmeasured.get(outcome.step, (0, outcome.script))
+            if script is not None and (number or len(self.unmeasured) < _MOST_REHEARSED):
+                self.unmeasured[outcome.step] = number + 1, script
+
+    def know(self, number: int, need_bytes: int) -> None:
+        self.known += number
+        self.need_bytes = max(self.need_bytes, need_bytes)
 
 
 class SearchProgress:
@@ -66,7 +83,7 @@ class SearchProgress:
             self._ended[state] += 1
             self._last.append(TrialSnapshot(f"trial {number}", state, value=value))
             if state == "did not fit" and outcome is not None:
-                self._lacking.setdefault(outcome.argument, _Lacking()).add(outcome.need_bytes)
+                self._lacking.setdefault(outcome.argument, _Lacking()).add(outcome)
             if state == "complete" and value is not None and self._is_better(value):
                 self._best = value, number
 
@@ -127,6 +144,16 @@ class SearchProgress:
             "hydra/stalled_pct": round(100 * sum(stalled.values()), 1),
             "hydra/did_not_fit": search.did_not_fit,
         }
+
+    def measure_refused(self) -> None:
+        """Rehearse first steps that found no room, for the summary: after the search, if the pool has no other trial,
+        since a rehearsal uses the process's random state."""
+        until_s = time.monotonic() + _REHEARSALS_S
+        for lacking in self._lacking.values():
+            while lacking.unmeasured and not self._pool.snapshot().trials:
+                _, (number, script) = lacking.unmeasured.popitem()
+                if (need_bytes := least_bytes(script, until_s)) is not None:
+                    lacking.know(number, need_bytes)
 
     def summary(self) -> str:
         """What has come of the search, and how its devices spent the time, in a few lines."""

@@ -11,7 +11,9 @@ from optuna.trial import TrialState
 import hydra_tune
 from hydra_tune.config import parse_bytes
 from hydra_tune.integrations.optuna_runner import live_attributes
+from hydra_tune.integrations.optuna_runner.search_progress import SearchProgress
 from hydra_tune.planning.measurement import Measurement
+from hydra_tune.preview import unmeasured
 from models import BUDGETS, WIDTH, Net
 from waiting import wait_until
 
@@ -145,14 +147,40 @@ def planned():
     return hydra_tune.plan(model, torch.optim.SGD(model.parameters(), lr=0.01), batch=torch.randn(4, WIDTH)).least_bytes
 
 
-def test_a_first_step_that_finds_no_room_tells_no_number(caplog):
-    """It told the budget and all that the trial holds: up to nine times the least, and too little for a large batch."""
-    search(train, 3, budget=20)
+@pytest.mark.parametrize("budget", [20, 20_000])
+def test_what_a_first_step_needs_that_found_no_room_is_rehearsed_after_the_search(caplog, budget):
+    """A guess was told, up to nine times the least, and too little for a large batch; then none."""
+    caplog.set_level(logging.INFO, "hydra_tune")
+    state = torch.get_rng_state()
+    study = search(train, 3, budget=budget)
+    assert torch.equal(state, torch.get_rng_state())
+    assert [t.state for t in study.trials] == [TrialState.PRUNED] * 3
     lacking = summary(caplog).getMessage().splitlines()[1]
-    assert lacking.startswith("3 did not fit device memory; hydra_tune.plan says what would hold each. Raise memory=")
+    assert lacking.startswith('3 did not fit device memory; memory="') and " would hold each. " in lacking
+    enough = parse_bytes(lacking.split('"')[1])
+    assert 0.99 * planned() < enough < 1.05 * planned()
+    assert not [m for m in caplog.messages if m.startswith("plan: ")], "rehearsals are silent"
+    assert search(train, 1, budget=enough).trials[0].state is TrialState.COMPLETE
 
 
-def test_the_number_is_of_the_trials_whose_need_is_known(caplog):
+def test_a_refused_evaluation_is_rehearsed_as_one(caplog):
+    def objective(trial):
+        model = hydra_tune.prepare(Net())
+        with torch.no_grad():
+            for _ in range(3):
+                outputs = model(torch.randn(200, WIDTH))
+            return outputs.sum().item()
+
+    search(objective, 1, budget=20_000)
+    enough = summary(caplog).getMessage().split('memory="')[1].split('"')[0]
+    assert search(objective, 1, budget=enough).trials[0].state is TrialState.COMPLETE
+    assert search(objective, 1, budget=parse_bytes(enough) // 2).trials[0].state is TrialState.PRUNED
+
+
+def test_the_number_is_of_the_trials_whose_need_is_known(caplog, monkeypatch):
+    """That of a model which takes minutes to rehearse is not."""
+    monkeypatch.setattr(unmeasured, "_MOST_BYTES", 1 << 20)
+
     def objective(trial):
         if trial.number:
             return train(trial)
@@ -162,6 +190,21 @@ def test_the_number_is_of_the_trials_whose_need_is_known(caplog):
     search(objective, 3, budget=28_000)
     told = 'memory="31.5 KiB" would hold 2, and hydra_tune.plan says what would hold the others'
     assert f"3 did not fit device memory; {told}. Raise" in summary(caplog).getMessage()
+
+
+def test_a_step_whose_model_does_not_run_with_other_weights_tells_no_number(caplog):
+    class Picky(Net):
+        def forward(self, x):
+            if next(self.parameters()).detach().abs().max() < 0.1:  # of 2048 uniform ones within 0.18
+                raise ValueError("these are not its weights")
+            return super().forward(x)
+
+    def objective(trial):
+        hydra_tune.prepare(Picky())(torch.randn(4, WIDTH)).sum().backward()
+
+    search(objective, 2, budget=20_000)
+    told = "2 did not fit device memory; hydra_tune.plan says what would hold each. Raise memory="
+    assert told in summary(caplog).getMessage()
 
 
 def test_trials_alike_that_find_no_room_in_a_backward_are_measured_once(caplog, monkeypatch):
@@ -177,6 +220,7 @@ def test_trials_alike_that_find_no_room_in_a_backward_are_measured_once(caplog, 
         losses.append(len(runs))
         loss.backward()
 
+    monkeypatch.setattr(SearchProgress, "measure_refused", lambda self: None)
     study = search(objective, 3, budget=1 << 20)
     assert losses == [len(runs)], "one trial came to its backward, and no other was measured"
     told = {(t.user_attrs["hydra_tune: pruned because"], t.user_attrs["hydra_tune: lacks"]) for t in study.trials}

@@ -29,6 +29,7 @@ class PoolActor:
     """
 
     def __init__(self, spec: PoolSpec, job: str, places: int, num_threads: int) -> None:
+        os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # the process stays where it is, threads move
         import torch
 
         from hydra_tune.integrations.ray_node import tune_session, user_code

@@ -90,7 +90,7 @@ class HydraExecutor(PlacementGroupFactory):
         """What the proxy of one trial asks of Ray: a share of the smallest node's memory. Of what each node has and a
         placement group knows, that alone leaves the CPUs to tasks that trials start, for which trials wait. Half a
         share stays for those, too: too little for one more proxy."""
-        shares = [node["memory"] / (spec.places(node) + 0.5) for node in eligible_nodes()]
+        shares = [node["memory"] / (spec.places(node) + 0.5) for node in eligible_nodes().values()]
         slot = object.__new__(cls)
         slot.spec = spec
         slot._is_slot = True
@@ -130,7 +130,8 @@ class HydraExecutor(PlacementGroupFactory):
         return f"HydraExecutor({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
-def eligible_nodes() -> list[dict[str, float]]:
-    """The resources of each node that takes trials' proxies: one without CPUs, as a cluster's head may be, does not."""
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [resources for resources in alive if resources.get("CPU") and resources.get("memory")]
+def eligible_nodes() -> dict[str, dict[str, float]]:
+    """By id, the resources of each node that takes trials' proxies: one without CPUs, as a cluster's head may be, does
+    not."""
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return {node: resources for node, resources in alive.items() if resources.get("CPU") and resources.get("memory")}

@@ -14,18 +14,20 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
+import ray.util.client
 from ray.exceptions import ActorUnschedulableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.ray_node.pool_actor import PoolActor
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
-from hydra_tune.integrations.ray_tune.executor import HydraExecutor
+from hydra_tune.integrations.ray_tune.executor import HydraExecutor, eligible_nodes
 
 START_S = 60.0  # a pool whose GPUs are not to be had by then does not start
 SLOW_START_S = 300.0  # one without any has only the node to wait for, where Ray's workers have the lowest priority
 LAST_REPORT_S = 10.0
 _keepers: dict[tuple[str, str, str], Any] = {}  # see `_key`; an actor ends with its last handle in its owner
+_begun: dict[tuple[str, str, str], list[Any]] = {}  # pools that this process has begun, likewise
 _runs: list[tuple[str, PoolSpec]] = []  # under way: the trainable's name, and its pools
 _last_reports: dict[PoolSpec, dict[str, Any]] = {}  # of pools that have ended
 _lock = threading.Lock()
@@ -55,26 +57,9 @@ class PoolKeeper:
         return address
 
     async def _made_on(self, node_id: str) -> Any:
-        node = next(each for each in ray.nodes() if each["NodeID"] == node_id)
-        spec, gpus = self._spec, int(node["Resources"].get("GPU", 0))
-        wanted = spec.num_gpus(gpus)
-        if wanted > gpus:
-            raise ConfigError(
-                f"a pool owns the GPUs that it names, {wanted}, but Ray knows of {gpus} on this node. "
-                "Name others (HydraExecutor(devices=...)), or start the node with num_gpus=."
-            )
-        options = {
-            "num_cpus": 0,
-            "num_gpus": wanted,
-            "max_restarts": -1,
-            "max_task_retries": -1,  # its methods only tell
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
-            "runtime_env": {"env_vars": {"RAY_CHDIR_TO_TRIAL_DIR": "0"}},
-        }
-        job = ray.get_runtime_context().get_job_id()
-        threads = spec.num_threads(int(node["Resources"].get("CPU", 1)), gpus)
-        actor: Any = ray.remote(**options)(PoolActor)
-        pool = actor.remote(spec, job, spec.places(node["Resources"]), threads)
+        pool = _begin_on(node_id, self._spec)
+        gpus = int(_resources_of(node_id).get("GPU", 0))
+        wanted = self._spec.num_gpus(gpus)
         limit_s = START_S if wanted else SLOW_START_S
         try:
             await asyncio.wait_for(asyncio.shield(pool.address.remote()), limit_s)
@@ -91,6 +76,40 @@ class PoolKeeper:
         """What each pool does now, by its node's address."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         return {addresses[node]: await pool.line.remote() for node, pool in self._pools.items()}
+
+
+def _resources_of(node_id: str) -> dict[str, float]:
+    return next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+def _begin_on(node_id: str, spec: PoolSpec) -> Any:
+    """The node's pool, whose process starts unless it has.
+
+    Raises:
+        ConfigError: it would own more GPUs than the node has.
+    """
+    resources = _resources_of(node_id)
+    gpus = int(resources.get("GPU", 0))
+    wanted = spec.num_gpus(gpus)
+    if wanted > gpus:
+        raise ConfigError(
+            f"a pool owns the GPUs that it names, {wanted}, but Ray knows of {gpus} on this node. "
+            "Name others (HydraExecutor(devices=...)), or start the node with num_gpus=."
+        )
+    options = {
+        "name": f"{spec.name} on {node_id}",
+        "namespace": spec.namespace,
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "num_gpus": wanted,
+        "max_restarts": -1,
+        "max_task_retries": -1,  # its methods only tell
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+    }
+    job = ray.get_runtime_context().get_job_id()
+    threads = spec.num_threads(int(resources.get("CPU", 1)), gpus)
+    actor: Any = ray.remote(**options)(PoolActor)
+    return actor.remote(spec, job, spec.places(resources), threads)
 
 
 def _late(wanted: int, gpus: int, limit_s: float) -> str:
@@ -119,7 +138,7 @@ def keep_pools(spec: PoolSpec) -> None:
     context, key = ray.get_runtime_context(), _key(spec)
     with _lock:  # of two handles to one actor the first would end it
         for other in [other for other in _keepers if other[1:] != key[1:]]:  # of a cluster that this process has left
-            del _keepers[other]
+            del _keepers[other], _begun[other]
         if key not in _keepers:
             options = {
                 "name": spec.name,
@@ -131,9 +150,18 @@ def keep_pools(spec: PoolSpec) -> None:
             }
             kind: Any = ray.remote(PoolKeeper)
             _keepers[key] = kind.options(**options).remote(spec)
+            _begun[key] = _begin_alone(spec)
         keeper = _keepers[key]
     if spec.shared is not None and (its := ray.get(keeper.its_spec.remote())) != spec:
         raise ConfigError(f"the pool {spec.shared!r} is shared as its first job made it, {its}, not {spec}.")
+
+
+def _begin_alone(spec: PoolSpec) -> list[Any]:
+    """The pool of a cluster's only node: its process starts beside those of the proxies that will come there."""
+    nodes = list(eligible_nodes())
+    with suppress(ConfigError):  # the first trial will be told
+        return [_begin_on(node, spec) for node in nodes] if len(nodes) == 1 and spec.shared is None else []
+    return []
 
 
 @contextmanager
@@ -152,17 +180,20 @@ def pools_for(spec: PoolSpec, name: str) -> Iterator[None]:
             )
         _runs.append((name, spec))
     try:
+        if not ray.util.client.ray.is_connected():  # then Tune runs elsewhere, and its process keeps them
+            keep_pools(spec)
         yield
     finally:
         with _lock:
             _runs.remove((name, spec))
             if not any(its.name == spec.name for _, its in _runs) and ray.is_initialized():
-                keeper = _keepers.pop(_key(spec), None)
+                keeper, begun = _keepers.pop(_key(spec), None), _begun.pop(_key(spec), [])
                 if keeper is not None:
                     with suppress(RayError):
                         _last_reports[spec] = ray.get(keeper.report.remote(), timeout=LAST_REPORT_S)
                 if keeper is not None and spec.shared is None:
-                    ray.kill(keeper)
+                    for actor in (keeper, *begun):
+                        ray.kill(actor)
 
 
 def keeper_of(spec: PoolSpec) -> Any:

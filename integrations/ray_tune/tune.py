@@ -189,5 +189,5 @@ def _needs_limit(search_alg: Any) -> bool:
 
 def _places(executor: HydraExecutor) -> int:
     """On all nodes."""
-    places: int = max(1, sum(executor.spec.places(node) for node in eligible_nodes()))
+    places: int = max(1, sum(executor.spec.places(node) for node in eligible_nodes().values()))
     return places

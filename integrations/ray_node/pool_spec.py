@@ -57,9 +57,9 @@ class PoolSpec:
 
     def places(self, node: Mapping[str, float]) -> int:
         """Trials that live at a time on a node with these resources. A proxy takes seconds of a CPU to start, and a
-        trial some for its Python: more trials than CPUs gain little, and two are enough to fill each other's gaps."""
+        trial some for its Python: more trials than CPUs gain little, and two fill each other's gaps."""
         devices = self.num_devices(int(node.get("GPU", 0)))
-        return self.concurrency or min(MOST_TRIALS_A_DEVICE * devices, max(2 * devices, int(node.get("CPU", 1))))
+        return self.concurrency or max(2, devices, min(MOST_TRIALS_A_DEVICE * devices, int(node.get("CPU", 1))))
 
     def num_threads(self, node_cpus: int, node_gpus: int) -> int:
         """For the operators of one trial: virtual devices compute side by side, on the node's CPUs."""

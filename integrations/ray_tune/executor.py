@@ -29,8 +29,8 @@ class HydraExecutor(PlacementGroupFactory):
     Args:
         memory: bytes a device, as in `ShardPool`, of the pool that each node gets; `devices`, `host_memory` and
             `policy` likewise.
-        concurrency: trials that live at a time on a node; if None, one a CPU of the node, at least two and at most
-            eight a device. Those that host memory has no room for wait.
+        concurrency: trials that live at a time on a node; if None, one a CPU of the node, at least two and one a
+            device, at most eight a device. Those that host memory has no room for wait.
         trial_memory: bytes of host memory that a trial takes: it starts on a node of which Ray has given that much to
             nobody yet. If None, on any with a free slot.
         pool: the name of a pool that several Ray jobs of one cluster share. The job that made it owns it. If None,

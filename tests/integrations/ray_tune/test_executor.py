@@ -37,3 +37,20 @@ def test_an_executor_is_given_once(again):
     proxy = hydra_tune.trainable(train, HydraExecutor())
     with pytest.raises(ConfigError, match="train was given its HydraExecutor before"):
         again(proxy, HydraExecutor())
+
+
+@pytest.mark.parametrize(
+    ("devices", "concurrency", "cpus", "gpus", "places"),
+    [
+        (["cpu"], None, 1, 0, 2),  # two fill each other's gaps
+        (["cpu"], None, 4, 0, 4),  # one a CPU
+        (["cpu"], None, 64, 0, 8),  # at most eight a device
+        (["cpu"] * 4, None, 2, 0, 4),  # at least one a device
+        ("auto", None, 64, 4, 32),
+        ("cuda:0", None, 64, 4, 8),
+        (["cpu"], 3, 1, 0, 3),
+    ],
+)
+def test_as_many_trials_live_on_a_node_as_its_cpus_and_devices_are_good_for(devices, concurrency, cpus, gpus, places):
+    spec = HydraExecutor(devices=devices, concurrency=concurrency).spec
+    assert spec.places({"CPU": cpus, "GPU": gpus}) == places

@@ -24,8 +24,9 @@ from ray.train.torch import TorchTrainer
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
-from hydra_tune.integrations.ray_tune import pool_lines
+from hydra_tune.integrations.ray_tune import pool_keeper, pool_lines
 from ray_local import empty_pool, first_step, local_ray
+from waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BUDGET = "256KiB"  # of a device; the models below do not fit
@@ -167,6 +168,20 @@ def test_a_tuner_takes_resources(tmp_path):
 
 
 @pytest.mark.proof
+def test_an_only_nodes_pool_starts_before_a_trial_comes_and_ends_with_the_run():
+    """It started after the first proxy, which waited for it: two seconds of each short run."""
+    spec = HydraExecutor("1MiB", devices=["cpu"], concurrency=5).spec
+    (node,) = ray.nodes()
+    name = f"{spec.name} on {node['NodeID']}"
+    with pool_keeper.pools_for(spec, "of nothing"):
+        pool = ray.get_actor(name)
+        address = ray.get(pool.address.remote())
+        assert ray.get(ray.get_actor(spec.name).address_on.remote(node["NodeID"])) == address, "trials come to this one"
+    wait_until(lambda: spec.name not in ray.util.list_named_actors() and name not in ray.util.list_named_actors())
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(pool.address.remote())
+
+
 def test_what_the_pools_do_is_printed_meanwhile_and_reported_afterwards(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pool_lines, "LINE_S", 0.0)
     executor = HydraExecutor(BUDGET, devices=["cpu"], concurrency=5)  # pools that no other test has

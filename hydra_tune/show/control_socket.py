@@ -79,8 +79,8 @@ class ControlServer:
                 self.close()
 
     def _open(self) -> None:
+        processes()  # removes what killed ones have left behind
         self._path = _folder() / f"{os.getpid()}.sock"
-        self._path.unlink(missing_ok=True)  # of a former process of this number
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(str(self._path))  # in a folder that nobody else may open

@@ -62,6 +62,13 @@ class PoolActor:
         live = sum(attempt.is_alive for attempt in list(self._attempts.values()))
         return {"live": live, "continued": dict(self._states.continued), **self._pool.report()}
 
+    def end(self) -> dict[str, Any]:
+        """Its last report. The process leaves nothing behind when it is killed then."""
+        from hydra_tune.show.control_socket import control_server
+
+        control_server.close()
+        return self.report()
+
     def line(self) -> str:
         """What the pool does now, for people."""
         from hydra_tune.show.live_table import plain_line

@@ -72,6 +72,10 @@ class PoolKeeper:
         """Of each pool, by its node."""
         return {node: await pool.report.remote() for node, pool in self._pools.items()}
 
+    async def end(self) -> dict[str, Any]:
+        """The last report of each, before they are killed."""
+        return {node: await pool.end.remote() for node, pool in self._pools.items()}
+
     async def lines(self) -> dict[str, str]:
         """What each pool does now, by its node's address."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -189,8 +193,9 @@ def pools_for(spec: PoolSpec, name: str) -> Iterator[None]:
             if not any(its.name == spec.name for _, its in _runs) and ray.is_initialized():
                 keeper, begun = _keepers.pop(_key(spec), None), _begun.pop(_key(spec), [])
                 if keeper is not None:
+                    last = keeper.report if spec.shared else keeper.end
                     with suppress(RayError):
-                        _last_reports[spec] = ray.get(keeper.report.remote(), timeout=LAST_REPORT_S)
+                        _last_reports[spec] = ray.get(last.remote(), timeout=LAST_REPORT_S)
                 if keeper is not None and spec.shared is None:
                     for actor in (keeper, *begun):
                         ray.kill(actor)

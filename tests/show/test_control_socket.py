@@ -88,11 +88,23 @@ def test_with_the_last_source_the_socket_is_gone(server):
     assert len(top.look(os.getpid())) == 1, "it opens again"
 
 
-def test_a_socket_that_a_killed_process_has_left_is_removed(server):
+def left_by_a_killed_process():
     left = folder() / "1.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(left))
+    return left
+
+
+def test_a_socket_that_a_killed_process_has_left_is_removed_by_who_looks(server):
+    left = left_by_a_killed_process()
     assert processes() == [] and not left.exists()
+
+
+def test_a_socket_that_a_killed_process_has_left_is_removed_by_the_next_pool(server):
+    """Each pool process of Ray Tune's was killed, and left one."""
+    left, shown = left_by_a_killed_process(), Shown()
+    server.show(shown)
+    assert not left.exists() and processes() == [os.getpid()]
 
 
 def test_a_client_that_sends_nonsense_or_leaves_harms_nobody(server):

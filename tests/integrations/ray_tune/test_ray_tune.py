@@ -25,6 +25,7 @@ from ray.train.torch import TorchTrainer
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
 from hydra_tune.integrations.ray_tune import pool_keeper, pool_lines
+from hydra_tune.show import control_socket
 from ray_local import empty_pool, first_step, local_ray
 from waiting import wait_until
 
@@ -169,7 +170,8 @@ def test_a_tuner_takes_resources(tmp_path):
 
 @pytest.mark.proof
 def test_an_only_nodes_pool_starts_before_a_trial_comes_and_ends_with_the_run():
-    """It started after the first proxy, which waited for it: two seconds of each short run."""
+    """It started after the first proxy, which waited for it: two seconds of each short run. When it was killed at the
+    end, its socket stayed."""
     spec = HydraExecutor("1MiB", devices=["cpu"], concurrency=5).spec
     (node,) = ray.nodes()
     name = f"{spec.name} on {node['NodeID']}"
@@ -177,6 +179,9 @@ def test_an_only_nodes_pool_starts_before_a_trial_comes_and_ends_with_the_run():
         pool = ray.get_actor(name)
         address = ray.get(pool.address.remote())
         assert ray.get(ray.get_actor(spec.name).address_on.remote(node["NodeID"])) == address, "trials come to this one"
+        socket = control_socket._folder() / f"{ray.get(pool.__ray_call__.remote(lambda _: os.getpid()))}.sock"
+        assert socket.exists()
+    assert not socket.exists()
     wait_until(lambda: spec.name not in ray.util.list_named_actors() and name not in ray.util.list_named_actors())
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(pool.address.remote())

@@ -123,19 +123,20 @@ class LiveAttributes:
 
     def _write_first(self) -> None:
         stepping = {trial.name for trial in self._progress.snapshot().trials if trial.steps}
-        new, self._stepping = stepping - self._stepping, stepping
-        if new:
-            self._write_trials(new)
+        self._stepping &= stepping
+        if new := stepping - self._stepping:
+            self._stepping |= self._write_trials(new)
 
     def _write_all(self) -> None:
         self._write_trials(None)
         self._write_study()
 
-    def _write_trials(self, names: set[str] | None) -> None:
-        """Those with these names, or all."""
+    def _write_trials(self, names: set[str] | None) -> set[str]:
+        """Those with these names, or all. Returns the names of those whose steps are known: between a first step and
+        the plan for the next one they are not."""
         import optuna
 
-        running = self._progress.running.all
+        running, stepping = self._progress.running.all, set[str]()
         for trial, context in running:
             trials = [each for each in context.trials if not each.ended and (names is None or each.name in names)]
             if not trials:
@@ -149,8 +150,11 @@ class LiveAttributes:
                     self._study._storage.set_trial_user_attr(trial._trial_id, key, value)
             except optuna.exceptions.UpdateFinishedTrialError:
                 continue
+            if figures["hydra/steps"]:
+                stepping.update(each.name for each in trials)
         for gone in self._written.keys() - {None, *(trial._trial_id for trial, _ in running)}:
             del self._written[gone]
+        return stepping
 
     def _write_study(self) -> None:
         for key, value in self._changed(None, self._progress.attributes()).items():

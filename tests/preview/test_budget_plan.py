@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import time
 
 import pytest
 import torch
@@ -126,6 +127,12 @@ class Played:
 def test_the_least_budget_fits_and_what_is_a_hundredth_smaller_does_not(script):
     found = least_rehearsal(script, script.at(100_000)).budget_bytes
     assert 6_000 <= found <= 6_061
+
+
+def test_the_least_budget_is_sought_until_a_given_time():
+    script = Played(6_000, lambda _: 5_000)
+    enough = script.at(100_000)
+    assert least_rehearsal(script, enough, until_s=time.monotonic() - 1) is enough
 
 
 def test_a_resident_budget_is_tried_out():

@@ -10,10 +10,12 @@ from optuna.trial import TrialState
 
 import hydra_tune
 from hydra_tune.config import parse_bytes
-from hydra_tune.integrations.optuna_runner import live_attributes
+from hydra_tune.errors import clear_frames
+from hydra_tune.integrations.optuna_runner import live_attributes, search_progress
 from hydra_tune.integrations.optuna_runner.search_progress import SearchProgress
 from hydra_tune.planning.measurement import Measurement
 from hydra_tune.preview import unmeasured
+from hydra_tune.preview.rehearsal import Script
 from models import BUDGETS, WIDTH, Net
 from waiting import wait_until
 
@@ -110,6 +112,49 @@ def test_a_storage_that_fails_costs_the_live_figures_alone(monkeypatch, caplog):
     assert "live figures are no longer written to the study's storage (No space left on device)" in caplog.messages
 
 
+def test_a_first_step_is_told_though_it_was_looked_at_before_the_plan_for_the_next(monkeypatch):
+    """Between the two the figures are not known. Those of such a trial were never written."""
+    monkeypatch.setattr(live_attributes, "LEAST_PAUSE_S", 3600.0)
+    study, looks, figures_of = optuna.create_study(), [], live_attributes.figures_of
+
+    def unknown_at_first(trials):
+        figures = figures_of(trials)
+        if figures["hydra/steps"] and len(looks) < 3:
+            looks.append(1)
+            return figures | {"hydra/steps": None}
+        return figures
+
+    monkeypatch.setattr(live_attributes, "figures_of", unknown_at_first)
+
+    def objective(trial):
+        value = train(trial)
+        wait_until(lambda: study.get_trials(states=[TrialState.RUNNING])[0].user_attrs.get("hydra/steps"))
+        return value
+
+    search(objective, 1, study=study)
+    assert looks == [1] * 3
+
+
+def test_live_figures_take_a_share_of_one_core_at_most(monkeypatch):
+    """Overdrawn by one write, a storage is not written to until that has come in."""
+    now_s, cpu_s = [100.0], [0.0]
+    monkeypatch.setattr(live_attributes.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(live_attributes.time, "thread_time", lambda: cpu_s[0])
+    allowance = live_attributes._Allowance(0.01)
+
+    def write():
+        cpu_s[0] += 0.05
+        raise OSError("full")
+
+    assert allowance.is_left
+    with pytest.raises(OSError, match="full"):
+        allowance.spend(write)
+    now_s[0] += 4.9
+    assert not allowance.is_left
+    now_s[0] += 0.2
+    assert allowance.is_left
+
+
 # ---- at the end ----
 
 
@@ -190,6 +235,27 @@ def test_the_number_is_of_the_trials_whose_need_is_known(caplog, monkeypatch):
     search(objective, 3, budget=28_000)
     told = 'memory="31.5 KiB" would hold 2, and hydra_tune.plan says what would hold the others'
     assert f"3 did not fit device memory; {told}. Raise" in summary(caplog).getMessage()
+
+
+def test_rehearsals_after_a_search_end_in_time(caplog, monkeypatch):
+    monkeypatch.setattr(search_progress, "_REHEARSALS_S", 0.0)
+    rehearsals, at = [], Script.at
+    monkeypatch.setattr(Script, "at", lambda *args, **kwargs: rehearsals.append(1) or at(*args, **kwargs))
+    search(train, 2, budget=20_000)
+    assert "2 did not fit device memory; hydra_tune.plan says" in summary(caplog).getMessage() and not rehearsals
+
+
+def test_a_refused_step_keeps_neither_its_model_nor_its_inputs():
+    pool, inputs = hydra_tune.ShardPool(["cpu"], 20_000), torch.randn(4, WIDTH)
+    model = hydra_tune.prepare(Net(), pool=pool)
+    with pytest.raises(hydra_tune.BudgetError) as raised:
+        model(inputs)
+    step = raised.value.step
+    assert step.alive().model is model and step.alive().args == (inputs,)
+    clear_frames(raised.value)
+    del inputs
+    assert step.alive() is None
+    pool.close()
 
 
 def test_a_step_whose_model_does_not_run_with_other_weights_tells_no_number(caplog):

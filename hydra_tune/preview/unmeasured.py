@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from hydra_tune.devices.open_devices import host_free_bytes
-from hydra_tune.errors import ConfigError
 from hydra_tune.planning.refused_step import RefusedStep
 from hydra_tune.preview.feeding import Call, batch_copy, copies_of
 from hydra_tune.preview.least_budget import least_rehearsal
@@ -26,20 +25,21 @@ _MOST_BYTES = 2 << 30  # of weights: the host takes minutes for a step of a larg
 
 
 def script_of(step: RefusedStep) -> Script | None:
-    """What a rehearsal of the step needs; None if some of it is gone, or cannot be copied."""
+    """What a rehearsal of the step needs; None if some of it is gone, or cannot be copied: the error that is on its way
+    goes before any other."""
     if (alive := step.alive()) is None:
         return None
-    # memory that nobody has written yet takes none
-    weights = {
-        id(p): nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
-        for p in alive.model.parameters()
-        if type(p) in (nn.Parameter, SharedParameter)
-    }
     try:
         with torch.no_grad():
+            # memory that nobody has written yet takes none
+            weights = {
+                id(p): nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
+                for p in alive.model.parameters()
+                if type(p) in (nn.Parameter, SharedParameter)
+            }
             model, optimizer = copies_of(alive.model, alive.optimizer, weights)
             call = Call(*batch_copy((alive.args, alive.kwargs)))
-    except ConfigError:
+    except Exception:
         return None
     batch, eval_batch = (call, None) if step.trains else (None, call)
     return Script(model, optimizer, batch, eval_batch, None, step.counts_as_gpu)

@@ -258,6 +258,19 @@ def test_a_refused_step_keeps_neither_its_model_nor_its_inputs():
     pool.close()
 
 
+def test_a_step_whose_model_cannot_be_copied_tells_no_number(caplog):
+    class Uncopied(Net):
+        def __deepcopy__(self, memo):
+            raise TypeError("not this one")
+
+    def objective(trial):
+        hydra_tune.prepare(Uncopied())(torch.randn(4, WIDTH)).sum().backward()
+
+    study = search(objective, 2, budget=20_000)
+    assert [t.state for t in study.trials] == [TrialState.PRUNED] * 2
+    assert "2 did not fit device memory; hydra_tune.plan says" in summary(caplog).getMessage()
+
+
 def test_a_step_whose_model_does_not_run_with_other_weights_tells_no_number(caplog):
     class Picky(Net):
         def forward(self, x):

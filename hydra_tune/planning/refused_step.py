@@ -48,6 +48,10 @@ class RefusedStep:
         gpu = trial.device.counts_as_gpu
         return cls(torch.is_grad_enabled(), gpu, weakref.ref(trial.models[0]), optimizers, kept, structure)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """In another process it refers to nothing, so that its error can travel."""
+        return type(None), ()
+
     def alive(self) -> Alive | None:
         """All of it, while all of it lives."""
         model, optimizer = self._model(), next((reference() for reference in self._optimizers), None)

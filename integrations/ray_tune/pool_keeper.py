@@ -207,7 +207,8 @@ def keeper_of(spec: PoolSpec) -> Any:
 
 
 def report(executor: HydraExecutor) -> dict[str, Any]:
-    """What the pools of an executor do, or have done in the last run of this process.
+    """What the pools of an executor do, or have done in the last run of this process. Executors with the same settings
+    have the same pools.
 
     Returns:
         `ShardPool.report` of each node's pool by the node's id, with `live`, how many trials live there, and

@@ -52,7 +52,8 @@ def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None =
         return _class_proxy(train, executor.spec)
     if isinstance(train, str):
         raise ConfigError(
-            f"Tune has made something else of what is registered as {train!r}. Give the function itself, or the class."
+            f"what trains in a pool is given itself, for Tune may have made something else of what is registered as a "
+            f"name; got {train!r}. Give the function, or the class."
         )
     if hasattr(train, "training_loop") or hasattr(train, "train_loop_per_worker"):
         raise ConfigError(

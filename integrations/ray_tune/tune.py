@@ -50,6 +50,7 @@ def run(
     Raises:
         ConfigError: `resources` is no `HydraExecutor`, or the trial's resources are given twice.
     """
+    _refuse_executor(options.get("resources_per_trial"))
     with ExitStack() as pools:
         several = isinstance(run_or_experiment, list)
         given = run_or_experiment if several else [run_or_experiment]
@@ -67,6 +68,7 @@ class Experiment(ray.tune.Experiment):
     """`ray.tune.Experiment`, each argument with the meaning it has there; with `resources`, over a pool a node."""
 
     def __init__(self, name: str, run: Any, *, resources: HydraExecutor | None = None, **options: Any) -> None:
+        _refuse_executor(options.get("resources_per_trial"))
         self._given = {"name": name, "run": run, **options}
         self.executor = resources
         if resources is not None:
@@ -176,6 +178,14 @@ def _wrapped(train: Any, resources: Any, per_trial: Any = None) -> type:
     if not ray.is_initialized():
         ray.init()
     return proxy
+
+
+def _refuse_executor(per_trial: Any) -> None:
+    if isinstance(per_trial, HydraExecutor):
+        raise ConfigError(
+            "a HydraExecutor is given as resources=, got it as resources_per_trial=, which is for resources that a "
+            "trial owns. Write resources=HydraExecutor(...)."
+        )
 
 
 def _needs_limit(search_alg: Any) -> bool:

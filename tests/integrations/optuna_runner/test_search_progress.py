@@ -1,6 +1,7 @@
 """What a search shows: figures in the study while trials run, a summary at the end, each ending said once."""
 
 import logging
+import pickle
 import re
 
 import optuna
@@ -252,6 +253,8 @@ def test_a_refused_step_keeps_neither_its_model_nor_its_inputs():
         model(inputs)
     step = raised.value.step
     assert step.alive().model is model and step.alive().args == (inputs,)
+    travelled = pickle.loads(pickle.dumps(raised.value))
+    assert type(travelled) is hydra_tune.BudgetError and str(travelled) == str(raised.value) and travelled.step is None
     clear_frames(raised.value)
     del inputs
     assert step.alive() is None

@@ -54,3 +54,12 @@ def test_an_executor_is_given_once(again):
 def test_as_many_trials_live_on_a_node_as_its_cpus_and_devices_are_good_for(devices, concurrency, cpus, gpus, places):
     spec = HydraExecutor(devices=devices, concurrency=concurrency).spec
     assert spec.places({"CPU": cpus, "GPU": gpus}) == places
+
+
+@pytest.mark.parametrize(
+    "give", [hydra_tune.tune.run, lambda *args, **kw: hydra_tune.tune.Experiment("e", *args, **kw)]
+)
+def test_an_executor_is_not_what_a_trial_owns(give):
+    """It failed in each trial's process, with advice that was followed already."""
+    with pytest.raises(ConfigError, match=r"given as resources=, got it as resources_per_trial="):
+        give(lambda config: None, resources_per_trial=HydraExecutor())

@@ -168,7 +168,6 @@ def test_a_tuner_takes_resources(tmp_path):
     assert {result.metrics["loss"] for result in again.fit()} == {result.metrics["loss"] for result in results}
 
 
-@pytest.mark.proof
 def test_an_only_nodes_pool_starts_before_a_trial_comes_and_ends_with_the_run():
     """It started after the first proxy, which waited for it: two seconds of each short run. When it was killed at the
     end, its socket stayed."""
@@ -187,6 +186,7 @@ def test_an_only_nodes_pool_starts_before_a_trial_comes_and_ends_with_the_run():
         ray.get(pool.address.remote())
 
 
+@pytest.mark.proof
 def test_what_the_pools_do_is_printed_meanwhile_and_reported_afterwards(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pool_lines, "LINE_S", 0.0)
     executor = HydraExecutor(BUDGET, devices=["cpu"], concurrency=5)  # pools that no other test has
@@ -553,7 +553,7 @@ def test_what_cannot_be_run_is_refused(executor, tmp_path):
         tune.run(train_steps, resources=executor, resources_per_trial={"cpu": 1})
     with pytest.raises(hydra_tune.ConfigError, match=r"'train_steps' was made by ray\.tune\.Experiment"):
         tune.run(ray.tune.Experiment("a", train_steps, storage_path=str(tmp_path)), resources=executor)
-    with pytest.raises(hydra_tune.ConfigError, match=r"registered as 'train'\. Give the function itself"):
+    with pytest.raises(hydra_tune.ConfigError, match=r"registered as a name; got 'train'\. Give the function"):
         tune.run("train", resources=executor)
     trainer = TorchTrainer(train_steps, scaling_config=ScalingConfig(num_workers=1))
     with pytest.raises(hydra_tune.ConfigError, match="a TorchTrainer of Ray Train starts processes of its own"):

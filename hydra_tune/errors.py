@@ -56,7 +56,7 @@ class BudgetError(HydraTuneError, ValueError, RuntimeError):
         need_bytes: the least budget that would do, None if unknown: a first step that finds no room is not measured.
         argument: of `ShardPool`, the one that gives this budget.
         blocks: names of the blocks, if each of them alone needs too much.
-        step: a `planning.refused_step.RefusedStep`, for a first step that finds no room.
+        step: a `planning.known_steps.RefusedStep`, for a first step that finds no room.
     """
 
     lack = 1.0

@@ -92,7 +92,8 @@ MOST_LINES, MOST_LINES_OF_A_CLASS, MOST_FILES = 400, 250, 13
 FLOORS = [
     ["hydra_tune.cli"],
     ["hydra_tune.demo"],
-    ["hydra_tune.calibration", "hydra_tune.doctor", "hydra_tune.integrations", "hydra_tune.preview"],
+    ["hydra_tune.calibration", "hydra_tune.doctor", "hydra_tune.integrations"],
+    ["hydra_tune.preview"],
     ["hydra_tune.trials"],
     ["hydra_tune.checkpoints", "hydra_tune.pool"],
     ["hydra_tune.planning"],

@@ -64,6 +64,7 @@ class Pilot:
         self.peak_bytes = 0  # the most that the trial took, with a block's weights and work
         self.failed = False  # an exception has ended the forward or backward: its numbers do not count
         self._trial = trial
+        self._models = trial.models  # a script may drop its model before the backward, whose end makes a plan
         self._copy: tuple[Block, DeviceCopy] | None = None
         self._known: dict[Any, BlockProfile | FoundError] = {}
         self._start_bytes = trial.meter.trial_bytes

@@ -34,13 +34,12 @@ from hydra_tune.devices.tensor_bytes import storage_bytes, weights_of
 from hydra_tune.errors import BudgetError
 from hydra_tune.planning import partition
 from hydra_tune.planning.fingerprint import plan_key
-from hydra_tune.planning.known_steps import KnownSteps, StepKind, StepMeasure
+from hydra_tune.planning.known_steps import KnownSteps, RefusedStep, StepKind, StepMeasure
 from hydra_tune.planning.measured_plans import make_plans
 from hydra_tune.planning.model_cut import ModelCut
 from hydra_tune.planning.optimizer_memory import held_bytes
 from hydra_tune.planning.pilot import Pilot
 from hydra_tune.planning.refusals import refuse_computed_weights, refuse_unsupported
-from hydra_tune.planning.refused_step import RefusedStep
 from hydra_tune.schedule.events import Admit, PilotDone, PilotReady, PlanReady, Shared, StartPilot
 from hydra_tune.schedule.plan import TOO_LARGE, Cut, TrialPlan
 

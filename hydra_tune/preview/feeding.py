@@ -3,7 +3,7 @@
 batch       call               loss, unless the user gives a function for it
 mapping     model(**batch)     `.loss` or `["loss"]` of the outputs, if there is one;
 tuple, list model(*batch)      else the sum of the means of all outputs in floating point
-`Call`      as it says
+`Arguments` as they say
 other       model(batch)
 """
 
@@ -25,7 +25,7 @@ from hydra_tune.errors import ConfigError
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
-class Call(NamedTuple):
+class Arguments(NamedTuple):
     """A batch that is fed as ``model(*args, **kwargs)``."""
 
     args: tuple[Any, ...]
@@ -75,7 +75,7 @@ def batch_copy(batch: Any) -> Any:
 
 
 def outputs_of(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Call):
+    if isinstance(batch, Arguments):
         return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):
         return model(**batch)

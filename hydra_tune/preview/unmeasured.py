@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from hydra_tune.devices.open_devices import host_free_bytes
-from hydra_tune.planning.refused_step import RefusedStep
-from hydra_tune.preview.feeding import Call, batch_copy, copies_of
+from hydra_tune.planning.known_steps import RefusedStep
+from hydra_tune.preview.feeding import Arguments, batch_copy, copies_of
 from hydra_tune.preview.least_budget import least_rehearsal
 from hydra_tune.preview.rehearsal import Script, process_untouched
 from hydra_tune.sharing.shared_parameter import SharedParameter
@@ -38,7 +38,7 @@ def script_of(step: RefusedStep) -> Script | None:
                 if type(p) in (nn.Parameter, SharedParameter)
             }
             model, optimizer = copies_of(alive.model, alive.optimizer, weights)
-            call = Call(*batch_copy((alive.args, alive.kwargs)))
+            call = Arguments(*batch_copy((alive.args, alive.kwargs)))
     except Exception:
         return None
     batch, eval_batch = (call, None) if step.trains else (None, call)

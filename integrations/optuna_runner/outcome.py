@@ -21,7 +21,7 @@ from hydra_tune.trials.context import Context, current_context
 if TYPE_CHECKING:
     import optuna
 
-    from hydra_tune.planning.refused_step import RefusedStep
+    from hydra_tune.planning.known_steps import RefusedStep
     from hydra_tune.preview.rehearsal import Script
 
 logger = logging.getLogger("hydra_tune")

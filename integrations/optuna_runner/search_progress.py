@@ -19,7 +19,7 @@ from hydra_tune.show.snapshot import PoolSnapshot, SearchSnapshot, TrialSnapshot
 if TYPE_CHECKING:
     import optuna
 
-    from hydra_tune.planning.refused_step import RefusedStep
+    from hydra_tune.planning.known_steps import RefusedStep
     from hydra_tune.preview.rehearsal import Script
 
 _MOST_REHEARSED = 8  # refused first steps, after a search; each is kept with its inputs until then

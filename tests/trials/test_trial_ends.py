@@ -14,6 +14,7 @@ import subprocess
 import sys
 import weakref
 from collections import defaultdict
+from functools import partial
 
 import optuna
 import psutil
@@ -262,6 +263,22 @@ def test_a_closed_pool_stops_its_trials_at_their_next_task():
     assert steps == [0, 1, 2]
     with pytest.raises(hydra_tune.PoolClosedError, match="Make a new ShardPool"):
         hydra_tune.HydraTrialRunner(pool).optimize(optuna.create_study(), objective, n_trials=1)
+
+
+@pytest.mark.parametrize("budget", [200_000, "2MiB"])
+def test_a_model_that_is_dropped_before_its_first_backward_trains_as_in_plain_pytorch(budget):
+    """A collection in between, perhaps in another trial's thread, was an AssertionError at the backward's end."""
+
+    def gradient(prepare):
+        torch.manual_seed(0)
+        inputs = torch.randn(4, 64, requires_grad=True)
+        loss = prepare(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))))(inputs).sum()
+        gc.collect()
+        loss.backward()
+        return inputs.grad
+
+    with hydra_tune.ShardPool(["cpu"], budget) as pool:
+        assert torch.equal(gradient(partial(hydra_tune.prepare, pool=pool)), gradient(lambda model: model))
 
 
 def test_a_plain_script_that_drops_its_model_gives_its_bytes_back():

@@ -528,7 +528,9 @@ def test_the_metric_that_is_reported(caplog):
 def test_first_steps_are_made_once_for_all_trials(monkeypatch):
     """What Lightning notes in a module at each step, its metrics and its rate made it another model each time."""
     made, begin = [], Planner.begin
-    monkeypatch.setattr(Planner, "begin", lambda planner, kind, num: made.append(kind) or begin(planner, kind, num))
+    monkeypatch.setattr(
+        Planner, "begin", lambda planner, kind, *given: made.append(kind) or begin(planner, kind, *given)
+    )
 
     def objective(trial):
         module = Measured()

@@ -249,7 +249,8 @@ class EventLoop:
 
     def await_answer(self, number: int, answer: type[InstructionT], check: Callable[[], None]) -> InstructionT:
         """Under the lock: wait for the next instruction to this trial. `check` may raise, which ends the wait."""
-        lease, wait, asked_s = self.table.leases[number], Wait(number), self.report.trace.now_s()
+        lease, wait = self.table.leases[number], Wait(number)
+        lease.waits_since_s = None if answer is e.Run else self.report.trace.now_s()
         while not lease.granted:
             interrupts.check()
             check()
@@ -259,8 +260,7 @@ class EventLoop:
                 lease.wake.wait(wait_s)
             self.end_abandoned()
             self.waiting.goes_on(wait, wait_s)
-        if answer is not e.Run:
-            lease.memory_wait_s += self.report.trace.now_s() - asked_s
+        lease.ends_wait(self.report.trace.now_s())
         instruction = lease.granted.popleft()
         assert isinstance(instruction, answer), (instruction, answer)
         return instruction

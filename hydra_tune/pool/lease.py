@@ -46,6 +46,7 @@ class Lease:
         self.trial = trial
         self.granted: deque[Instruction] = deque()  # the scheduler's answers that the trial has not taken yet
         self.memory_wait_s = 0.0  # how long the trial has waited for memory of the host or a device
+        self.waits_since_s: float | None = None  # for such memory, now
         self.wake = wake  # wakes the trial's thread, which waits for an answer
         self.task = Task(trial, 0, 0, Direction.FORWARD)  # the one task that a long lease is to the machine
         self.device: Device | None = None  # None unless a long lease lasts
@@ -72,6 +73,12 @@ class Lease:
         """The trial asks for the lease of this task."""
         if task.direction is Direction.FORWARD:
             self.pause_s = now_s - self.ended_s
+
+    def ends_wait(self, now_s: float) -> None:
+        """The trial has what it asked for."""
+        if self.waits_since_s is not None:
+            self.memory_wait_s += now_s - self.waits_since_s
+            self.waits_since_s = None
 
     def open(self, task: Task, device: Device, *, others_wait: bool) -> None:
         """Begin a long lease with this task, which the trial's thread has yet to begin."""

@@ -72,6 +72,7 @@ class Snapshots:
             "hydra/step_ms": None if pace.step_s is None else round(1e3 * pace.step_s, 2),
             "hydra/peak_mib": _mib(trial.planner.peak_bytes),
             "hydra/steps": pace.steps,
+            "hydra/waited_s": round(trial.lease.memory_wait_s, 1),
             "hydra/weights_mib": _mib(trial.summary["weight_bytes"]),
             "hydra/shards": len(trial.summary["shards"]),
             "hydra/promoted_mib": _mib(totals.promoted_bytes),
@@ -101,10 +102,12 @@ class Snapshots:
         return "" if number is None else str(self._table.summaries[number]["name"])
 
     def _of_trial(self, number: int) -> TrialSnapshot:
-        name, state = self._name(number), self._machine.trials.get(number)
+        name, state, now_s = self._name(number), self._machine.trials.get(number), self._report.trace.now_s()
+        since_s = self._table.leases[number].waits_since_s
+        waits_s = None if since_s is None else now_s - since_s
         if state is None:  # it waits for host memory
-            return TrialSnapshot(name, self._waiting.state_of(number))
-        progress, now_s = state.progress, self._report.trace.now_s()
+            return TrialSnapshot(name, self._waiting.state_of(number), waits_s=waits_s)
+        progress = state.progress
         first, pace = self._first.setdefault(number, _FirstSight(now_s, progress.device_s)), self._paces[number]
         lived_s = now_s - first.at_s
         return TrialSnapshot(
@@ -116,6 +119,7 @@ class Snapshots:
             value=progress.value,
             device_bytes=self._machine.reserved_bytes(number),
             host_bytes=state.host_bytes,
+            waits_s=waits_s,
             device_share=min(1.0, (progress.device_s - first.device_s) / lived_s) if lived_s else 0.0,
         )
 

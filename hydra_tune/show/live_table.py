@@ -72,7 +72,9 @@ def plain_line(snapshot: PoolSnapshot) -> str:
         for d in snapshot.devices
     )
     steps = ", ".join(
-        f"{t.name} {t.state}" + (f" at step {_steps(t)}" if _steps(t) else "")
+        f"{t.name} {t.state}"
+        + (f" ({format_seconds(t.waits_s)})" if t.waits_s and t.state.startswith("waits") else "")
+        + (f" at step {_steps(t)}" if _steps(t) else "")
         for t in live_trials(snapshot)[:MOST_ROWS]
     )
     search = "" if snapshot.search is None else _search_line(snapshot, snapshot.search) + "; "

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hydra_tune
+from hydra_tune.blocks.root import trial_of
 from hydra_tune.planning.optimizer_memory import training_bytes
 from hydra_tune.trials.context import trial_context
 from models import BUDGETS, Net
@@ -68,8 +69,12 @@ def test_a_trial_waits_until_another_has_ended_and_the_report_says_so(room_for_o
     thread, result = in_thread(lambda: prepared(pool, second, name="the second"))
     assert waits(pool) == ["live", "waits for 397.2 KiB of host memory"]
     assert pool.report()["trials"][1]["name"] == "the second"
+    wait_until(lambda: [trial.waits_s or 0.0 for trial in pool.snapshot().trials][1] > 0.1)
+    assert pool.snapshot().trials[0].waits_s is None
     hydra_tune.release(first)
     thread.join(WAIT_S)
+    (told,) = pool.snapshot().trials
+    assert told.waits_s is None and trial_of(second).lease.memory_wait_s > 0.1
     assert [trial["state"] for trial in pool.report()["trials"]] == ["ended", "live"] and len(result) == 1
     hydra_tune.release(second)
 

@@ -158,6 +158,11 @@ def test_a_line_says_the_same_for_logs():
     )
 
 
+def test_a_line_says_how_long_a_trial_has_waited():
+    trial = TrialSnapshot("trial 3", "waits for 1.0 MiB of host memory", waits_s=18.2)
+    assert plain_line(PoolSnapshot(1.0, (), (trial,))).endswith("trial 3 waits for 1.0 MiB of host memory (18 s)")
+
+
 def test_a_snapshot_goes_through_json():
     assert PoolSnapshot.from_dict(json.loads(json.dumps(SNAPSHOT.to_dict()))) == SNAPSHOT
 

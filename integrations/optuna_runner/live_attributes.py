@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import optuna
 
 logger = logging.getLogger("hydra_tune")
-FIRST_S, LEAST_PAUSE_S = 1.0, 2.0
+FIRST_S, LEAST_PAUSE_S = 0.25, 2.0
 MOST_OF_A_CORE, MOST_OF_TIME = 0.004, 0.05
 
 
@@ -122,7 +122,8 @@ class LiveAttributes:
             return False
 
     def _write_first(self) -> None:
-        stepping = {trial.name for trial in self._progress.snapshot().trials if trial.steps}
+        contexts = [context for _, context in self._progress.running.all]
+        stepping = {trial.name for context in contexts for trial in list(context.trials) if trial.summary["steps"]}
         self._stepping &= stepping
         if new := stepping - self._stepping:
             self._stepping |= self._write_trials(new)

@@ -146,9 +146,12 @@ class LiveAttributes:
                 figures = figures_of(trials)
             except KeyError:  # it has just ended
                 continue
+            if names is not None and not figures["hydra/steps"]:
+                continue
             try:
-                for key, value in self._changed(trial._trial_id, figures).items():
-                    self._study._storage.set_trial_user_attr(trial._trial_id, key, value)
+                with self._progress.running.kept(trial.number) as runs:  # once it has ended its own thread writes
+                    for key, value in self._changed(trial._trial_id, figures).items() if runs else ():
+                        self._study._storage.set_trial_user_attr(trial._trial_id, key, value)
             except optuna.exceptions.UpdateFinishedTrialError:
                 continue
             if figures["hydra/steps"]:

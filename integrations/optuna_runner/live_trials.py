@@ -31,6 +31,7 @@ class LiveTrials:
     def __init__(self) -> None:
         self.interrupted = ""  # why, if it was
         self._stopped = ""  # likewise, by that or by hand
+        self._removal = threading.Lock()
         self._contexts: dict[int, Context] = {}  # by the trial's number
         self._trials: dict[int, optuna.Trial] = {}  # likewise
         self._begun: dict[int, object] = {}
@@ -101,8 +102,15 @@ class LiveTrials:
             context.stop(self._stopped)
 
     def remove(self, number: int) -> None:
-        self._contexts.pop(number, None)
-        self._trials.pop(number, None)
+        with self._removal:
+            self._contexts.pop(number, None)
+            self._trials.pop(number, None)
+
+    @contextmanager
+    def kept(self, number: int) -> Iterator[bool]:
+        """Within, the trial is not removed. Yields whether it has not been before."""
+        with self._removal:
+            yield number in self._contexts
 
     @property
     def all(self) -> list[tuple[optuna.Trial, Context]]:

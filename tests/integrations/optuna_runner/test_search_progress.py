@@ -3,6 +3,8 @@
 import logging
 import pickle
 import re
+import threading
+import time
 
 import optuna
 import pytest
@@ -13,12 +15,13 @@ import hydra_tune
 from hydra_tune.config import parse_bytes
 from hydra_tune.errors import clear_frames
 from hydra_tune.integrations.optuna_runner import live_attributes, search_progress
+from hydra_tune.integrations.optuna_runner.outcome import Outcome
 from hydra_tune.integrations.optuna_runner.search_progress import SearchProgress
 from hydra_tune.planning.measurement import Measurement
 from hydra_tune.preview import unmeasured
 from hydra_tune.preview.rehearsal import Script
 from models import BUDGETS, WIDTH, Net
-from waiting import wait_until
+from waiting import WAIT_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +137,32 @@ def test_a_first_step_is_told_though_it_was_looked_at_before_the_plan_for_the_ne
 
     search(objective, 1, study=study)
     assert looks == [1] * 3
+
+
+def test_a_trials_last_figures_stay(monkeypatch):
+    """Live ones that were found before its end, and written after it, took their place."""
+    found, ended, figures_of = threading.Event(), threading.Event(), live_attributes.figures_of
+
+    def late(trials):
+        figures = figures_of(trials)
+        if figures["hydra/steps"] == 2 and not found.is_set():
+            found.set()
+            assert ended.wait(WAIT_S)
+        return figures
+
+    monkeypatch.setattr(live_attributes, "figures_of", late)
+    note = Outcome.note_figures
+    monkeypatch.setattr(Outcome, "note_figures", lambda own: (note(own), ended.set(), time.sleep(0.2)))
+
+    def objective(trial):
+        model = hydra_tune.prepare(Net())
+        for step in range(3):
+            model(torch.randn(4, WIDTH)).sum().backward()
+            if step == 1:
+                assert found.wait(WAIT_S)
+        return 0.0
+
+    assert search(objective, 1).trials[0].user_attrs["hydra/steps"] == 3
 
 
 def test_live_figures_take_a_share_of_one_core_at_most(monkeypatch):

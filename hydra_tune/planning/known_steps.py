@@ -6,7 +6,8 @@ A forward that trains, has larger inputs, or runs with another switch on may nee
 which is unknown until a pilot has measured it.
 
 A search trains one architecture many times. The numbers of its first trial hold for all others. So these reuse its
-numbers and its plan, and if it was refused, they are refused with the same error.
+numbers and its plan, and if it was refused, they are refused with the same error. A first step that found no room was
+not measured: a `RefusedStep` refers to what a rehearsal needs to measure it later.
 """
 
 from __future__ import annotations

@@ -120,6 +120,7 @@ class Snapshots:
             device_bytes=self._machine.reserved_bytes(number),
             host_bytes=state.host_bytes,
             waits_s=waits_s,
+            shards=len(self._table.summaries[number]["shards"]),
             device_share=min(1.0, (progress.device_s - first.device_s) / lived_s) if lived_s else 0.0,
         )
 

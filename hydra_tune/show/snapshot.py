@@ -35,6 +35,7 @@ class TrialSnapshot:
     `step_s`        seconds of one, with waits and the script's own time; None before the second
     `value`         the last one that was reported, or the final one
     `device_bytes`  on all devices now, `host_bytes` of host memory, both without what it shares with other trials
+    `shards`        how many its model is cut into, 0 before its first step was measured
     `waits_s`       how long it has waited for memory, or for a first step to end, if it does now
     `device_share`  the part of the time since it began that a device has computed for it, from 0 to 1
     """
@@ -49,6 +50,7 @@ class TrialSnapshot:
     host_bytes: int = 0
     device_share: float = 0.0
     waits_s: float | None = None
+    shards: int = 0
 
     @property
     def left_s(self) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 from hydra_tune.integrations.ray_node.messages import Begun, CallMethod, GoOn, Order, Raised, SaveState, StopTrial
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_node.proxy_connections import ProxyConnection, ProxyConnections
+from hydra_tune.show.snapshot import PoolSnapshot
 
 LAST_WORDS_S = 1.0  # for a proxy to hear that the process ends
 GIL_S = 0.001  # for which a computing thread has it, while a report waits
@@ -69,11 +70,9 @@ class PoolActor:
         control_server.close()
         return self.report()
 
-    def line(self) -> str:
-        """What the pool does now, for people."""
-        from hydra_tune.show.live_table import plain_line
-
-        return plain_line(self._pool.snapshot())
+    def snapshot(self) -> PoolSnapshot:
+        """What the pool does now."""
+        return self._pool.snapshot()
 
     # ---- in the thread that reads ----
 

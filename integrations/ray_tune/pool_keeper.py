@@ -22,6 +22,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.ray_node.pool_actor import PoolActor
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor, eligible_nodes
+from hydra_tune.show.snapshot import PoolSnapshot
 
 START_S = 60.0  # a pool whose GPUs are not to be had by then does not start
 SLOW_START_S = 300.0  # one without any has only the node to wait for, where Ray's workers have the lowest priority
@@ -76,10 +77,10 @@ class PoolKeeper:
         """The last report of each, before they are killed."""
         return {node: await pool.end.remote() for node, pool in self._pools.items()}
 
-    async def lines(self) -> dict[str, str]:
+    async def snapshots(self) -> dict[str, PoolSnapshot]:
         """What each pool does now, by its node's address."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        return {addresses[node]: await pool.line.remote() for node, pool in self._pools.items()}
+        return {addresses[node]: await pool.snapshot.remote() for node, pool in self._pools.items()}
 
 
 def _resources_of(node_id: str) -> dict[str, float]:

@@ -9,7 +9,8 @@ all else is its own.
 from __future__ import annotations
 
 import dataclasses
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,14 @@ import ray
 import ray.tune
 
 from hydra_tune.errors import ConfigError
+from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune import trainable as ray_trainable
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor, eligible_nodes
+from hydra_tune.integrations.ray_tune.pool_figures import PoolLines
 from hydra_tune.integrations.ray_tune.pool_keeper import pools_for
-from hydra_tune.integrations.ray_tune.pool_lines import with_lines
+from hydra_tune.integrations.ray_tune.pool_table import in_table
+
+__all__ = ["Experiment", "PoolLines", "Tuner", "run", "run_experiments", "with_resources"]
 
 
 def __getattr__(name: str) -> Any:
@@ -57,10 +62,8 @@ def run(
         experiments: Any = [_over_pools(each, resources, pools, options.get("resources_per_trial")) for each in given]
         executor = resources or getattr(experiments[0], "executor", None)
         unlimited = options.get("max_concurrent_trials") is None and _needs_limit(options.get("search_alg"))
-        if executor is not None:
-            options["callbacks"] = with_lines(options.get("callbacks"), executor.spec, options.get("verbose"))
-            if unlimited:
-                options["max_concurrent_trials"] = _places(executor)
+        if executor is not None and unlimited:
+            options["max_concurrent_trials"] = _places(executor)
         return ray.tune.run(experiments if several else experiments[0], config=config, **options)
 
 
@@ -106,7 +109,7 @@ def _over_pools(experiment: Any, resources: HydraExecutor | None, pools: ExitSta
     if isinstance(experiment, Experiment):
         over = experiment if resources is None else experiment.over(resources)
         if over.executor is not None:
-            pools.enter_context(pools_for(over.executor.spec, over.run_identifier))
+            pools.enter_context(_seen_pools(over.executor.spec, over.run_identifier))
         return over
     if resources is None:
         return experiment
@@ -116,7 +119,7 @@ def _over_pools(experiment: Any, resources: HydraExecutor | None, pools: ExitSta
             f"{experiment.run_identifier!r} was made by ray.tune.Experiment. Make it so."
         )
     proxy = _wrapped(experiment, resources, per_trial)
-    pools.enter_context(pools_for(resources.spec, proxy.__name__))
+    pools.enter_context(_seen_pools(resources.spec, proxy.__name__))
     return proxy
 
 
@@ -132,9 +135,6 @@ class Tuner(ray.tune.Tuner):
                 tune_config.max_concurrent_trials = _places(resources)
             tune_config.hydra_executor = resources  # which Tune keeps, for `restore`
             options["tune_config"] = tune_config
-            run_config = options.get("run_config") or ray.tune.RunConfig()
-            callbacks = with_lines(run_config.callbacks, resources.spec, run_config.verbose)
-            options["run_config"] = dataclasses.replace(run_config, callbacks=callbacks)
         super().__init__(train, **options)
         self._pools = None if resources is None else (resources.spec, train.__name__)
 
@@ -156,8 +156,14 @@ class Tuner(ray.tune.Tuner):
 
     def fit(self) -> ray.tune.ResultGrid:
         """`ray.tune.Tuner.fit`; afterwards the pools give back their devices."""
-        with nullcontext() if self._pools is None else pools_for(*self._pools):
+        with nullcontext() if self._pools is None else _seen_pools(*self._pools):
             return super().fit()
+
+
+@contextmanager
+def _seen_pools(spec: PoolSpec, name: str) -> Iterator[None]:
+    with pools_for(spec, name), in_table(spec):
+        yield
 
 
 def _executor_of(tuner: Any) -> HydraExecutor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -24,7 +25,8 @@ from ray.train.torch import TorchTrainer
 
 import hydra_tune
 from hydra_tune import HydraExecutor, tune
-from hydra_tune.integrations.ray_tune import pool_keeper, pool_lines
+from hydra_tune.integrations.ray_tune import pool_figures, pool_keeper
+from hydra_tune.integrations.ray_tune.pool_table import PoolTable
 from hydra_tune.show import control_socket
 from ray_local import empty_pool, first_step, local_ray
 from waiting import wait_until
@@ -136,11 +138,55 @@ def test_run_takes_resources_literally(tmp_path):
     assert not any("libtorch" in maps for maps in proxies)
 
 
-def test_tunes_table_has_the_users_metric_and_then_columns_of_the_pool(run, capsys):
+@pytest.mark.proof
+def test_stock_tunes_table_has_the_users_metric_and_then_numbers_of_the_pool(run, capsys):
     """Tune shows the first four numbers of a result, which were all the pool's."""
     run(train_reporting, config={"seed": 1}, verbose=1)
     header = next(line for line in reversed(capsys.readouterr().out.splitlines()) if "Trial name" in line)
     assert header.split()[-5:-1] == ["loss", "hydra/step_ms", "hydra/peak_mib", "hydra/steps"]
+
+
+def prepare_and_stay(config: dict[str, Any]) -> None:
+    """The first one stays until the file `seen` is there, the second gets no host memory before."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    model, optimizer = hydra_tune.prepare(model, torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9))
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    wait_until(Path(config["seen"]).exists)
+    tune.report({"loss": 1.0})
+
+
+@pytest.mark.parametrize("classic", [False, pytest.param(True, marks=pytest.mark.proof)])
+def test_tunes_table_has_columns_of_the_pool_also_for_a_trial_that_waits(classic, tmp_path, monkeypatch, capsys):
+    """It has no result yet, and looked as if it trained."""
+    monkeypatch.setattr(pool_figures, "ASK_S", 0.0)
+    monkeypatch.setattr(PoolTable, "_heartbeat_freq", 0)
+    monkeypatch.setattr(ray.tune.CLIReporter, "should_report", lambda self, trials, done=False: True)
+    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0" if classic else "1")
+    printed: list[str] = []
+
+    class Look(ray.tune.Callback):
+        def on_step_end(self, iteration, trials, **info):
+            printed.append(capsys.readouterr().out)
+            if "waits" in printed[-1] and "spilled" in printed[-1]:
+                (tmp_path / "seen").touch()
+
+    tune.run(
+        prepare_and_stay,
+        resources=HydraExecutor("1MiB", devices=["cpu"], concurrency=2, host_memory="8MiB"),
+        config={"lr": tune.grid_search([0.1, 0.2]), "seen": str(tmp_path / "seen")},
+        storage_path=str(tmp_path),
+        verbose=3 if classic else 1,
+        callbacks=[Look()],
+    )
+    (table,) = [text for text in printed if "waits" in text and "spilled" in text][:1]
+    header, *rows = [line for line in table.splitlines() if line[1:].strip().startswith(("Trial name", "prepare_and"))]
+    assert [name for name in ("state", "device MiB", "shards", "waiting since") if name not in header] == []
+    trains, waits = sorted(rows, key=lambda row: "waits" in row)
+    assert "spilled" in trains and re.search(r"waits +(.+ )?0 .*\d\d:\d\d:\d\d", waits), rows
+    assert re.search("pool on .*: cpu:0 .*; .* waits for 6.0 MiB of host memory", table), table
+    last = printed[-1] + capsys.readouterr().out
+    assert "waits" not in last and last.count("spilled") >= 2, "what its last result says"
 
 
 def train_reporting(config: dict[str, Any]) -> None:
@@ -187,16 +233,19 @@ def test_an_only_nodes_pool_starts_before_a_trial_comes_and_ends_with_the_run():
 
 
 @pytest.mark.proof
-def test_what_the_pools_do_is_printed_meanwhile_and_reported_afterwards(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pool_lines, "LINE_S", 0.0)
+def test_what_the_pools_do_is_printed_under_stock_tune_and_reported_afterwards(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pool_figures, "LINE_S", 0.0)
+    monkeypatch.setattr(pool_figures, "ASK_S", 0.0)
     executor = HydraExecutor(BUDGET, devices=["cpu"], concurrency=5)  # pools that no other test has
-    config = tune.RunConfig(storage_path=str(tmp_path), verbose=1)
-    tune.Tuner(train_reporting, resources=executor, run_config=config, param_space={"seed": 1}).fit()
+    config = ray.tune.RunConfig(storage_path=str(tmp_path), callbacks=[tune.PoolLines(executor)])
+    train = hydra_tune.trainable(train_reporting, executor)
+    ray.tune.Tuner(train, run_config=config, param_space={"seed": 1}).fit()
     (report,) = hydra_tune.report(executor).values()
     assert [trial["steps"] for trial in report["trials"]] == [4] and report["live"] == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("pool on ")]
     assert lines and "cpu:0 (virtual) busy" in lines[0], lines
     assert hydra_tune.report(HydraExecutor(BUDGET, devices=["cpu"], concurrency=7)) == {}
+    empty_pool(executor)
 
 
 def prepared_elsewhere(config: dict[str, Any]) -> None:

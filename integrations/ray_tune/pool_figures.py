@@ -1,0 +1,103 @@
+"""What the pools of a run do now, asked without waiting for them: a result tells nothing of a trial between its
+reports, and a trial that waits for memory has none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.tune import Callback
+
+from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
+from hydra_tune.integrations.ray_tune.executor import HydraExecutor
+from hydra_tune.integrations.ray_tune.pool_keeper import keeper_of
+from hydra_tune.show.live_table import plain_line
+from hydra_tune.show.snapshot import PoolSnapshot, TrialSnapshot
+
+ASK_S = 2.0
+LINE_S = 30.0
+# columns of Tune's table
+STATE, DEVICE_MIB, SHARDS, WAITING_SINCE = COLUMNS = ("state", "device MiB", "shards", "waiting since")
+
+
+class PoolFigures:
+    """Of the pools of one run, a few seconds old; nothing before the first have come."""
+
+    def __init__(self, specs: Sequence[PoolSpec]) -> None:
+        self.specs = specs
+        self._pools: list[tuple[str, PoolSnapshot]] = []  # with their nodes' addresses
+        self._seen_s = 0.0
+        self._asked: list[Any] = []
+        self._asked_s = float("-inf")
+
+    def look(self) -> None:
+        """In each step of Tune's: ask every few seconds, and take in a later step what has come, so that Tune waits for
+        no pool."""
+        if self._asked and len(ray.wait(self._asked, num_returns=len(self._asked), timeout=0)[1]) == 0:
+            asked, self._asked = self._asked, []
+            with suppress(RayError):  # a pool or its keeper starts again
+                self._pools = [pool for snapshots in ray.get(asked) for pool in snapshots.items()]
+                self._seen_s = time.time()
+        elif not self._asked and time.monotonic() - self._asked_s >= ASK_S:
+            self._asked_s = time.monotonic()
+            keepers = [keeper for spec in self.specs if (keeper := keeper_of(spec)) is not None]
+            self._asked = [keeper.snapshots.remote() for keeper in keepers]
+
+    def lines(self) -> list[str]:
+        return [f"pool on {node}: {plain_line(snapshot)}" for node, snapshot in self._pools]
+
+    def over(self, trials: Sequence[Any]) -> list[Any]:
+        """Tune's trials, as its tables read them: with our columns in their last results."""
+        live = {trial.name: trial for _, snapshot in self._pools for trial in snapshot.trials}
+        return [_Row(trial, self._columns(live.get(str(trial)), trial)) for trial in trials]
+
+    def _columns(self, live: TrialSnapshot | None, trial: Any) -> dict[str, Any]:
+        if live is None or trial.status != trial.RUNNING:
+            result = trial.last_result
+            return {STATE: result.get("hydra/state"), SHARDS: result.get("hydra/shards")}
+        waits = live.state.startswith("waits")
+        since_s = self._seen_s - live.waits_s if waits and live.waits_s is not None else None
+        return {
+            STATE: "waits" if waits else live.state,  # for what, its pool's line tells: it is too long for a column
+            DEVICE_MIB: round(live.device_bytes / 2**20, 2),
+            SHARDS: live.shards or None,
+            WAITING_SINCE: None if since_s is None else time.strftime("%H:%M:%S", time.localtime(since_s)),
+        }
+
+
+class _Row:
+    """A trial of Tune's whose last result has our columns behind the user's own metrics, without the rest of ours."""
+
+    def __init__(self, trial: Any, columns: dict[str, Any]) -> None:
+        self._trial = trial
+        own = {key: value for key, value in trial.last_result.items() if not key.startswith("hydra/")}
+        self.last_result = {**own, **columns, **own}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trial, name)
+
+    def __str__(self) -> str:
+        return str(self._trial)
+
+
+class PoolLines(Callback):
+    """A line for each node's pool every 30 s, for stock `ray.tune` and for a progress reporter of one's own:
+    `callbacks=[hydra_tune.tune.PoolLines(executor)]`."""
+
+    def __init__(self, executor: HydraExecutor) -> None:
+        self._figures = PoolFigures([executor.spec])
+        self._printed_s = time.monotonic()
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        self._figures.look()
+        if time.monotonic() - self._printed_s >= LINE_S and (lines := self._figures.lines()):
+            self._printed_s = time.monotonic()
+            print(*lines, sep="\n")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune keeps callbacks with the experiment."""
+        return {"_figures": PoolFigures(self._figures.specs), "_printed_s": 0.0}

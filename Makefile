@@ -53,8 +53,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.small_trials
 	$(BIN)/python -m benchmarks.search
 	$(BIN)/python -m benchmarks.interleaving
+	$(BIN)/python -m benchmarks.ray_reports
 	$(BIN)/python -m benchmarks.ray_tune
-	$(BIN)/python -m benchmarks.ray_search
 	$(BIN)/python -m benchmarks.ray_nodes
 	$(BIN)/python -m benchmarks.shared_base
 	$(BIN)/python -m benchmarks.view

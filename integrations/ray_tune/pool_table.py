@@ -61,7 +61,8 @@ class PoolTable(output.TuneTerminalReporter):
         self._figures = PoolFigures(_pools.get())
 
     def print_heartbeat(self, trials: Any, *system: str, force: bool = False) -> None:
-        self._figures.look()
+        if self.verbosity >= self._heartbeat_threshold:
+            self._figures.look()
         super().print_heartbeat(trials, *system, force=force)
 
     def _print_heartbeat(self, trials: Any, *system: str, force: bool = False) -> None:

@@ -67,7 +67,10 @@ class ControlServer:
             if self._listener is not None or not hasattr(socket, "AF_UNIX"):
                 return
             try:
-                self._open()
+                try:
+                    self._open()
+                except FileNotFoundError:  # another process has just removed the folder with its socket
+                    self._open()
             except OSError as error:
                 logger.debug("hydra-tune top cannot see this process (%s)", error)
 
@@ -102,6 +105,8 @@ class ControlServer:
         self._thread.join()
         listener.close()
         self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other processes have sockets there
+            self._path.parent.rmdir()
 
     def _serve(self, listener: socket.socket) -> None:
         while self._listener is listener:

@@ -4,6 +4,7 @@ reports, and a trial that waits for memory has none."""
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -52,27 +53,31 @@ class PoolFigures:
 
     def over(self, trials: Sequence[Any]) -> list[Any]:
         """Tune's trials, as its tables read them: with our columns in their last results."""
-        live = {trial.name: trial for _, snapshot in self._pools for trial in snapshot.trials}
-        return [_Row(trial, self._columns(live.get(str(trial)), trial)) for trial in trials]
+        models: dict[str, list[TrialSnapshot]] = defaultdict(list)
+        for _, snapshot in self._pools:
+            for model in snapshot.trials:
+                models[model.name].append(model)
+        return [_Row(trial, self._columns(trial, models.get(str(trial), []))) for trial in trials]
 
-    def _columns(self, live: TrialSnapshot | None, trial: Any) -> dict[str, Any]:
-        if live is None or trial.status != trial.RUNNING:
+    def _columns(self, trial: Any, models: list[TrialSnapshot]) -> dict[str, str]:
+        """Of a live trial by what its models do now, else by its last result. As text: of the numbers in a result Tune
+        takes the first few for the user's metrics."""
+        if not models or trial.status != trial.RUNNING:
             result = trial.last_result
-            return {STATE: result.get("hydra/state"), SHARDS: result.get("hydra/shards")}
-        waits = live.state.startswith("waits")
-        since_s = self._seen_s - live.waits_s if waits and live.waits_s is not None else None
-        return {
-            STATE: "waits" if waits else live.state,  # for what, its pool's line tells: it is too long for a column
-            DEVICE_MIB: round(live.device_bytes / 2**20, 2),
-            SHARDS: live.shards or None,
-            WAITING_SINCE: None if since_s is None else time.strftime("%H:%M:%S", time.localtime(since_s)),
-        }
+            columns = {STATE: result.get("hydra/state"), SHARDS: result.get("hydra/shards")}
+        else:
+            columns = {STATE: models[-1].state, SHARDS: sum(model.shards for model in models)}
+            columns[DEVICE_MIB] = f"{sum(model.device_bytes for model in models) / 2**20:.2f}"
+            if waits_s := [model.waits_s or 0.0 for model in models if model.state.startswith("waits")]:
+                columns[STATE] = "waits"  # for what, its pool's line tells: it is too long for a column
+                columns[WAITING_SINCE] = time.strftime("%H:%M:%S", time.localtime(self._seen_s - max(waits_s)))
+        return {name: str(value) for name, value in columns.items() if value}
 
 
 class _Row:
     """A trial of Tune's whose last result has our columns behind the user's own metrics, without the rest of ours."""
 
-    def __init__(self, trial: Any, columns: dict[str, Any]) -> None:
+    def __init__(self, trial: Any, columns: dict[str, str]) -> None:
         self._trial = trial
         own = {key: value for key, value in trial.last_result.items() if not key.startswith("hydra/")}
         self.last_result = {**own, **columns, **own}

@@ -67,8 +67,7 @@ class PoolTable(output.TuneTerminalReporter):
 
     def _print_heartbeat(self, trials: Any, *system: str, force: bool = False) -> None:
         rows = self._figures.over(trials)
-        own = [metric for metric in output._infer_user_metrics(rows) if metric not in COLUMNS]
-        self._inferred_metric = [*own, *COLUMNS]  # type: ignore[assignment]
+        self._inferred_metric = [*output._infer_user_metrics(rows), *COLUMNS]  # type: ignore[assignment]
         super()._print_heartbeat(rows, *system, *([] if force else self._figures.lines()), force=force)
 
 

@@ -83,9 +83,26 @@ def test_with_the_last_source_the_socket_is_gone(server):
     server.hide(other)
     assert len(top.look(os.getpid())) == 1
     server.hide(one)
+    assert list(Path(os.environ["XDG_RUNTIME_DIR"]).iterdir()) == []
     assert processes() == [] and not [t for t in threading.enumerate() if t.name == "hydra_tune control"]
     server.show(one)
     assert len(top.look(os.getpid())) == 1, "it opens again"
+
+
+def test_a_folder_that_another_process_has_just_removed_is_made_again(server, monkeypatch):
+    made = []
+
+    def then_removed():
+        made.append(folder_of_user())
+        if len(made) == 2:  # after the look for sockets that were left
+            made[-1].rmdir()
+        return made[-1]
+
+    folder_of_user = control_socket._folder
+    monkeypatch.setattr(control_socket, "_folder", then_removed)
+    shown = Shown()
+    server.show(shown)
+    assert processes() == [os.getpid()] and len(made) > 2
 
 
 def left_by_a_killed_process():

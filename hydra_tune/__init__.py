@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hydra_tune.integrations.optuna_runner.runner import HydraTrialRunner, optimize
     from hydra_tune.integrations.ray_tune import tune
     from hydra_tune.integrations.ray_tune.executor import HydraExecutor
-    from hydra_tune.integrations.ray_tune.pool_keeper import report
+    from hydra_tune.integrations.ray_tune.run_pools import report
     from hydra_tune.integrations.ray_tune.trainable import trainable
     from hydra_tune.pool.shard_pool import ShardPool
     from hydra_tune.preview.budget_plan import plan
@@ -78,7 +78,7 @@ _HOME = {
     "plot_timeline": "hydra_tune.integrations.frameworks.study_report",
     "prepare": "hydra_tune.trials.preparation",
     "release": "hydra_tune.trials.preparation",
-    "report": "hydra_tune.integrations.ray_tune.pool_keeper",
+    "report": "hydra_tune.integrations.ray_tune.run_pools",
     "resume_step": "hydra_tune.trials.preparation",
     "save_report": "hydra_tune.integrations.frameworks.study_report",
     "share": "hydra_tune.trials.shared_base",

@@ -15,7 +15,7 @@ from ray.tune import Callback
 
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor
-from hydra_tune.integrations.ray_tune.pool_keeper import keeper_of
+from hydra_tune.integrations.ray_tune.run_pools import keeper_of
 from hydra_tune.show.live_table import plain_line
 from hydra_tune.show.snapshot import PoolSnapshot, TrialSnapshot
 

@@ -27,7 +27,7 @@ from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor
 from hydra_tune.integrations.ray_tune.payload import Payload
 from hydra_tune.integrations.ray_tune.pool_connection import PoolConnection, PoolLostError
-from hydra_tune.integrations.ray_tune.pool_keeper import keep_pools
+from hydra_tune.integrations.ray_tune.run_pools import keep_pools
 
 
 def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None = None) -> type:

@@ -24,7 +24,7 @@ def _understand_executors(module: Any) -> None:
         import ray.tune
 
         from hydra_tune.integrations.ray_tune.executor import HydraExecutor
-        from hydra_tune.integrations.ray_tune.pool_keeper import pools_for
+        from hydra_tune.integrations.ray_tune.run_pools import pools_for
         from hydra_tune.integrations.ray_tune.trainable import trainable
 
         executor = options.get("resources_per_trial")

@@ -22,8 +22,8 @@ from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune import trainable as ray_trainable
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor, eligible_nodes
 from hydra_tune.integrations.ray_tune.pool_figures import PoolLines
-from hydra_tune.integrations.ray_tune.pool_keeper import pools_for
 from hydra_tune.integrations.ray_tune.pool_table import in_table
+from hydra_tune.integrations.ray_tune.run_pools import pools_for
 
 __all__ = ["Experiment", "PoolLines", "Tuner", "run", "run_experiments", "with_resources"]
 

@@ -13,7 +13,7 @@ import ray
 from ray import tune
 
 from hydra_tune import HydraExecutor
-from hydra_tune.integrations.ray_tune.pool_keeper import report
+from hydra_tune.integrations.ray_tune.run_pools import report
 from paths import TESTS, python_path
 
 

@@ -130,6 +130,16 @@ class HydraExecutor(PlacementGroupFactory):
         return f"HydraExecutor({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
+def spec_of(executor: Any) -> PoolSpec:
+    """
+    Raises:
+        ConfigError: it is no `HydraExecutor`.
+    """
+    if not isinstance(executor, HydraExecutor):
+        raise ConfigError(f"executor is a HydraExecutor, that of the run; got {executor!r}.")
+    return executor.spec
+
+
 def eligible_nodes() -> dict[str, dict[str, float]]:
     """By id, the resources of each node that takes trials' proxies: one without CPUs, as a cluster's head may be, does
     not."""

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.tune import Callback
 
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
-from hydra_tune.integrations.ray_tune.executor import HydraExecutor
+from hydra_tune.integrations.ray_tune.executor import HydraExecutor, spec_of
 from hydra_tune.integrations.ray_tune.run_pools import keeper_of
 from hydra_tune.show.live_table import plain_line
 from hydra_tune.show.snapshot import PoolSnapshot, TrialSnapshot
@@ -22,14 +22,14 @@ from hydra_tune.show.snapshot import PoolSnapshot, TrialSnapshot
 ASK_S = 2.0
 LINE_S = 30.0
 # columns of Tune's table
-STATE, DEVICE_MIB, SHARDS, WAITING_SINCE = COLUMNS = ("state", "device MiB", "shards", "waiting since")
+STATE, SINCE, DEVICE_MIB, SHARDS = COLUMNS = ("state", "since", "MiB", "shards")
 
 
 class PoolFigures:
     """Of the pools of one run, a few seconds old; nothing before the first have come."""
 
     def __init__(self, specs: Sequence[PoolSpec]) -> None:
-        self.specs = specs
+        self.specs = list(dict.fromkeys(specs))
         self._pools: list[tuple[str, PoolSnapshot]] = []  # with their nodes' addresses
         self._seen_s = 0.0
         self._asked: list[Any] = []
@@ -51,36 +51,44 @@ class PoolFigures:
     def lines(self) -> list[str]:
         return [f"pool on {node}: {plain_line(snapshot)}" for node, snapshot in self._pools]
 
-    def over(self, trials: Sequence[Any]) -> list[Any]:
-        """Tune's trials, as its tables read them: with our columns in their last results."""
+    def over(self, trials: Sequence[Any]) -> tuple[list[Any], list[str]]:
+        """Tune's trials, as its tables read them, with our columns in their last results; and the names of these."""
+        metrics = {metric for trial in trials for metric in trial.last_result}
+        names = {column: f"hydra {column}" if column in metrics else column for column in COLUMNS}
         models: dict[str, list[TrialSnapshot]] = defaultdict(list)
         for _, snapshot in self._pools:
             for model in snapshot.trials:
                 models[model.name].append(model)
-        return [_Row(trial, self._columns(trial, models.get(str(trial), []))) for trial in trials]
+        rows = []
+        for trial in trials:
+            columns = self._columns(trial, models.get(str(trial), []))
+            rows.append(_Row(trial, {names[column]: str(value) for column, value in columns.items() if value}))
+        return rows, list(names.values())
 
-    def _columns(self, trial: Any, models: list[TrialSnapshot]) -> dict[str, str]:
-        """Of a live trial by what its models do now, else by its last result. As text: of the numbers in a result Tune
-        takes the first few for the user's metrics."""
-        if not models or trial.status != trial.RUNNING:
-            result = trial.last_result
-            columns = {STATE: result.get("hydra/state"), SHARDS: result.get("hydra/shards")}
-        else:
-            columns = {STATE: models[-1].state, SHARDS: sum(model.shards for model in models)}
-            columns[DEVICE_MIB] = f"{sum(model.device_bytes for model in models) / 2**20:.2f}"
-            if waits_s := [model.waits_s or 0.0 for model in models if model.state.startswith("waits")]:
-                columns[STATE] = "waits"  # for what, its pool's line tells: it is too long for a column
-                columns[WAITING_SINCE] = time.strftime("%H:%M:%S", time.localtime(self._seen_s - max(waits_s)))
-        return {name: str(value) for name, value in columns.items() if value}
+    def _columns(self, trial: Any, models: list[TrialSnapshot]) -> dict[str, Any]:
+        """What the models of a live trial do now, or how one that has ended ran."""
+        result = trial.last_result
+        if trial.status in (trial.PENDING, trial.PAUSED):
+            return {}
+        if trial.status != trial.RUNNING or not models:
+            early = "before prepare" if trial.status == trial.RUNNING else None
+            return {STATE: result.get("hydra/state", early), SHARDS: result.get("hydra/shards")}
+        columns: dict[str, Any] = {STATE: models[-1].state, SHARDS: sum(model.shards for model in models)}
+        columns[DEVICE_MIB] = f"{sum(model.device_bytes for model in models) / 2**20:.2f}"
+        if waits_s := [model.waits_s or 0.0 for model in models if model.state.startswith("waits")]:
+            columns[STATE] = "waits"  # for what, its pool's line tells: it is too long for a column
+            columns[SINCE] = time.strftime("%H:%M:%S", time.localtime(self._seen_s - max(waits_s)))
+        return columns
 
 
 class _Row:
-    """A trial of Tune's whose last result has our columns behind the user's own metrics, without the rest of ours."""
+    """A trial of Tune's whose last result has our columns instead of our figures. They are text: of the numbers in a
+    result Tune takes the first few for the user's metrics."""
 
     def __init__(self, trial: Any, columns: dict[str, str]) -> None:
         self._trial = trial
         own = {key: value for key, value in trial.last_result.items() if not key.startswith("hydra/")}
-        self.last_result = {**own, **columns, **own}
+        self.last_result = {**own, **columns}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trial, name)
@@ -94,7 +102,7 @@ class PoolLines(Callback):
     `callbacks=[hydra_tune.tune.PoolLines(executor)]`."""
 
     def __init__(self, executor: HydraExecutor) -> None:
-        self._figures = PoolFigures([executor.spec])
+        self._figures = PoolFigures([spec_of(executor)])
         self._printed_s = time.monotonic()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:

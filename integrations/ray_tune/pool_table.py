@@ -18,7 +18,7 @@ import ray.tune.tune
 from ray.tune.experimental import output
 
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
-from hydra_tune.integrations.ray_tune.pool_figures import COLUMNS, PoolFigures
+from hydra_tune.integrations.ray_tune.pool_figures import PoolFigures
 
 _pools: ContextVar[tuple[PoolSpec, ...]] = ContextVar("pools of the run under way", default=())
 
@@ -66,8 +66,8 @@ class PoolTable(output.TuneTerminalReporter):
         super().print_heartbeat(trials, *system, force=force)
 
     def _print_heartbeat(self, trials: Any, *system: str, force: bool = False) -> None:
-        rows = self._figures.over(trials)
-        self._inferred_metric = [*output._infer_user_metrics(rows), *COLUMNS]  # type: ignore[assignment]
+        rows, columns = self._figures.over(trials)
+        self._inferred_metric = [*output._infer_user_metrics(rows), *columns]  # type: ignore[assignment]
         super()._print_heartbeat(rows, *system, *([] if force else self._figures.lines()), force=force)
 
 
@@ -75,7 +75,6 @@ class ClassicTable(ray.tune.ProgressReporter):
     """The same in Tune's classic output, of a terminal or a notebook."""
 
     def __init__(self, reporter: Any) -> None:
-        reporter._metric_columns |= dict(zip(COLUMNS, COLUMNS, strict=True))
         self._reporter = reporter
         self._figures = PoolFigures(_pools.get())
 
@@ -87,4 +86,6 @@ class ClassicTable(ray.tune.ProgressReporter):
         return bool(self._reporter.should_report(trials, done))
 
     def report(self, trials: Any, done: bool, *system: str) -> None:
-        self._reporter.report(self._figures.over(trials), done, *system, *([] if done else self._figures.lines()))
+        rows, columns = self._figures.over(trials)
+        self._reporter._metric_columns |= dict(zip(columns, columns, strict=True))
+        self._reporter.report(rows, done, *system, *([] if done else self._figures.lines()))

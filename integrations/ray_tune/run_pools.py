@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.ray_node.pool_keeper import PoolKeeper, begin_on
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
-from hydra_tune.integrations.ray_tune.executor import HydraExecutor, eligible_nodes
+from hydra_tune.integrations.ray_tune.executor import HydraExecutor, eligible_nodes, spec_of
 
 LAST_REPORT_S = 10.0
 _keepers: dict[tuple[str, str, str], Any] = {}  # see `_key`; an actor ends with its last handle in its owner
@@ -109,6 +109,9 @@ def report(executor: HydraExecutor) -> dict[str, Any]:
         `ShardPool.report` of each node's pool by the node's id, with `live`, how many trials live there, and
         `continued`, how many attempts have gone on from a state in the pool's memory or from a checkpoint. Empty if no
         run of this process had the executor.
+
+    Raises:
+        ConfigError: it is no `HydraExecutor`.
     """
-    keeper = keeper_of(executor.spec)
+    keeper = keeper_of(spec_of(executor))
     return _last_reports.get(executor.spec, {}) if keeper is None else dict(ray.get(keeper.report.remote()))

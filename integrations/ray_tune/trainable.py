@@ -24,7 +24,7 @@ from ray.tune.trainable.function_trainable import wrap_function
 from hydra_tune.errors import ConfigError
 from hydra_tune.integrations.ray_node.messages import Ended
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
-from hydra_tune.integrations.ray_tune.executor import HydraExecutor
+from hydra_tune.integrations.ray_tune.executor import HydraExecutor, spec_of
 from hydra_tune.integrations.ray_tune.payload import Payload
 from hydra_tune.integrations.ray_tune.pool_connection import PoolConnection, PoolLostError
 from hydra_tune.integrations.ray_tune.run_pools import keep_pools
@@ -37,9 +37,7 @@ def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None =
     Raises:
         ConfigError: neither a function nor a trainable, or it has resources of its own.
     """
-    executor = executor or HydraExecutor()
-    if not isinstance(executor, HydraExecutor):
-        raise ConfigError(f"executor is a HydraExecutor, got {type(executor).__name__}.")
+    spec = spec_of(executor or HydraExecutor())
     if hasattr(train, "its_pools"):
         raise ConfigError(
             f"a trial has one pool, but {train.__name__} was given its HydraExecutor before. Give it once."
@@ -49,7 +47,7 @@ def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None =
     if inspect.isclass(train):
         if not issubclass(train, Trainable):
             raise ConfigError(f"what Tune runs is a function or a ray.tune.Trainable, got the class {train.__name__}.")
-        return _class_proxy(train, executor.spec)
+        return _class_proxy(train, spec)
     if isinstance(train, str):
         raise ConfigError(
             f"what trains in a pool is given itself, for Tune may have made something else of what is registered as a "
@@ -66,7 +64,7 @@ def trainable(train: Callable[..., Any] | type, executor: HydraExecutor | None =
         inspect.signature(train).bind({})
     except TypeError as error:
         raise ConfigError(f"a training function takes its config, but {train!r} does not: {error}.") from None
-    return _function_proxy(train, executor.spec)
+    return _function_proxy(train, spec)
 
 
 # ---- what Tune starts for a trial ----

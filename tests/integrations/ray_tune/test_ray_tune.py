@@ -181,9 +181,9 @@ def test_tunes_table_has_columns_of_the_pool_also_for_a_trial_that_waits(classic
     )
     (table,) = [text for text in printed if "waits" in text and "spilled" in text][:1]
     header, *rows = [line for line in table.splitlines() if line[1:].strip().startswith(("Trial name", "prepare_and"))]
-    assert [name for name in ("state", "device MiB", "shards", "waiting since") if name not in header] == []
+    assert re.findall(r"[\w/]+", header)[-4:] == ["state", "since", "MiB", "shards"]
     trains, waits = sorted(rows, key=lambda row: "waits" in row)
-    assert "spilled" in trains and re.search(r"waits +(.+ )?0 .*\d\d:\d\d:\d\d", waits), rows
+    assert "spilled" in trains and re.search(r"waits .*\d\d:\d\d:\d\d .*0 ", waits), rows
     assert re.search("pool on .*: cpu:0 .*; .* waits for 6.0 MiB of host memory", table), table
     last = printed[-1] + capsys.readouterr().out
     assert "waits" not in last and last.count("spilled") >= 2, "what its last result says"

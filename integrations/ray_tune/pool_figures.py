@@ -21,6 +21,7 @@ from hydra_tune.show.snapshot import PoolSnapshot, TrialSnapshot
 
 ASK_S = 2.0
 LINE_S = 30.0
+BRIEF_S = 1.0  # trials that take turns wait again and again, for less
 # columns of Tune's table
 STATE, SINCE, DEVICE_MIB, SHARDS = COLUMNS = ("state", "since", "MiB", "shards")
 
@@ -75,9 +76,12 @@ class PoolFigures:
             return {STATE: result.get("hydra/state", early), SHARDS: result.get("hydra/shards")}
         columns: dict[str, Any] = {STATE: models[-1].state, SHARDS: sum(model.shards for model in models)}
         columns[DEVICE_MIB] = f"{sum(model.device_bytes for model in models) / 2**20:.2f}"
-        if waits_s := [model.waits_s or 0.0 for model in models if model.state.startswith("waits")]:
+        waits_s = max((model.waits_s or 0.0 for model in models if model.state.startswith("waits")), default=None)
+        if waits_s is not None and waits_s < BRIEF_S and "hydra/state" in result:
+            columns[STATE] = result["hydra/state"]
+        elif waits_s is not None:
             columns[STATE] = "waits"  # for what, its pool's line tells: it is too long for a column
-            columns[SINCE] = time.strftime("%H:%M:%S", time.localtime(self._seen_s - max(waits_s)))
+            columns[SINCE] = time.strftime("%H:%M:%S", time.localtime(self._seen_s - waits_s))
         return columns
 
 

@@ -53,6 +53,15 @@ def test_a_trial_that_waits_shows_since_when():
     assert rows(model) == {"state": "waits", "since": "12:00:05", "MiB": "0.00"}
 
 
+def test_a_trial_that_waits_for_its_turn_trains():
+    """Two spilled trials side by side: each waited in every other look."""
+    model = TrialSnapshot("a", "waits for memory of cpu:0", waits_s=0.2, device_bytes=MIB, shards=8)
+    assert rows(model, result={"loss": 1, "hydra/state": "spilled"}) == {
+        "loss": 1, "state": "spilled", "MiB": "1.00", "shards": "8",
+    }  # fmt: skip
+    assert rows(model)["state"] == "waits", "it has no result yet"
+
+
 def test_a_trial_with_two_models_shows_their_sum():
     """Also where two experiments have one executor: its pool was counted once for each."""
     models = [TrialSnapshot("a", "resident", device_bytes=MIB, shards=n) for n in (1, 2)]

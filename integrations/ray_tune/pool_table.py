@@ -19,17 +19,19 @@ from ray.tune.experimental import output
 
 from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune.pool_figures import PoolFigures
+from hydra_tune.integrations.ray_tune.run_pools import pools_for
 
 _pools: ContextVar[tuple[PoolSpec, ...]] = ContextVar("pools of the run under way", default=())
 
 
 @contextmanager
-def in_table(spec: PoolSpec) -> Iterator[None]:
-    """Around a run: Tune's table has columns of its pools, unless the run has a reporter of its own."""
+def seen_pools(spec: PoolSpec, name: str) -> Iterator[None]:
+    """`pools_for` a run, whose table has columns of these pools, unless the run has a reporter of its own."""
     _install()
     token = _pools.set((*_pools.get(), spec))
     try:
-        yield
+        with pools_for(spec, name):
+            yield
     finally:
         _pools.reset(token)
 

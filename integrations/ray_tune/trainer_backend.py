@@ -24,7 +24,7 @@ def _understand_executors(module: Any) -> None:
         import ray.tune
 
         from hydra_tune.integrations.ray_tune.executor import HydraExecutor
-        from hydra_tune.integrations.ray_tune.run_pools import pools_for
+        from hydra_tune.integrations.ray_tune.pool_table import seen_pools
         from hydra_tune.integrations.ray_tune.trainable import trainable
 
         executor = options.get("resources_per_trial")
@@ -34,7 +34,7 @@ def _understand_executors(module: Any) -> None:
 
         def run_on_pools(train: Any, *, resources_per_trial: Any, **rest: Any) -> Any:
             on_pools = trainable(train, executor)
-            with pools_for(executor.spec, on_pools.__name__):
+            with seen_pools(executor.spec, on_pools.__name__):
                 return stock_run(on_pools, **rest)
 
         if not ray.is_initialized():

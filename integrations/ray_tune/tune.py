@@ -9,8 +9,7 @@ all else is its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,12 +17,10 @@ import ray
 import ray.tune
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.integrations.ray_node.pool_spec import PoolSpec
 from hydra_tune.integrations.ray_tune import trainable as ray_trainable
 from hydra_tune.integrations.ray_tune.executor import HydraExecutor, eligible_nodes
 from hydra_tune.integrations.ray_tune.pool_figures import PoolLines
-from hydra_tune.integrations.ray_tune.pool_table import in_table
-from hydra_tune.integrations.ray_tune.run_pools import pools_for
+from hydra_tune.integrations.ray_tune.pool_table import seen_pools
 
 __all__ = ["Experiment", "PoolLines", "Tuner", "run", "run_experiments", "with_resources"]
 
@@ -109,7 +106,7 @@ def _over_pools(experiment: Any, resources: HydraExecutor | None, pools: ExitSta
     if isinstance(experiment, Experiment):
         over = experiment if resources is None else experiment.over(resources)
         if over.executor is not None:
-            pools.enter_context(_seen_pools(over.executor.spec, over.run_identifier))
+            pools.enter_context(seen_pools(over.executor.spec, over.run_identifier))
         return over
     if resources is None:
         return experiment
@@ -119,7 +116,7 @@ def _over_pools(experiment: Any, resources: HydraExecutor | None, pools: ExitSta
             f"{experiment.run_identifier!r} was made by ray.tune.Experiment. Make it so."
         )
     proxy = _wrapped(experiment, resources, per_trial)
-    pools.enter_context(_seen_pools(resources.spec, proxy.__name__))
+    pools.enter_context(seen_pools(resources.spec, proxy.__name__))
     return proxy
 
 
@@ -156,14 +153,8 @@ class Tuner(ray.tune.Tuner):
 
     def fit(self) -> ray.tune.ResultGrid:
         """`ray.tune.Tuner.fit`; afterwards the pools give back their devices."""
-        with nullcontext() if self._pools is None else _seen_pools(*self._pools):
+        with nullcontext() if self._pools is None else seen_pools(*self._pools):
             return super().fit()
-
-
-@contextmanager
-def _seen_pools(spec: PoolSpec, name: str) -> Iterator[None]:
-    with pools_for(spec, name), in_table(spec):
-        yield
 
 
 def _executor_of(tuner: Any) -> HydraExecutor | None:

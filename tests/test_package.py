@@ -43,6 +43,14 @@ def test_using_a_pool_brings_in_neither_optuna_nor_ray_nor_plotly():
     assert python(code) == "set()"
 
 
+def test_who_makes_the_pools_of_a_run_starts_without_torch_and_without_tune():
+    """Its process imported all of Tune: 0.8 s of a CPU in each run."""
+    pytest.importorskip("ray")
+    module = "hydra_tune.integrations.ray_node.pool_keeper"
+    code = f"import sys, {module}; print({{'torch', 'ray.tune'}} & set(sys.modules))"
+    assert python(code) == "set()"
+
+
 def test_every_public_name_resolves_and_unknown_ones_do_not():
     for name in hydra_tune.__all__:
         assert getattr(hydra_tune, name) is not None

@@ -131,12 +131,13 @@ class HydraExecutor(PlacementGroupFactory):
 
 
 def spec_of(executor: Any) -> PoolSpec:
-    """
+    """What a user's argument says of its pools.
+
     Raises:
         ConfigError: it is no `HydraExecutor`.
     """
     if not isinstance(executor, HydraExecutor):
-        raise ConfigError(f"executor is a HydraExecutor, that of the run; got {executor!r}.")
+        raise ConfigError(f"executor is a HydraExecutor, got {executor!r}.")
     return executor.spec
 
 

@@ -93,5 +93,5 @@ def test_a_users_metric_of_the_same_name_stays_apart():
 
 @pytest.mark.parametrize("takes", [tune.PoolLines, hydra_tune.report])
 def test_what_is_no_executor_is_refused(takes):
-    with pytest.raises(ConfigError, match="executor is a HydraExecutor, that of the run; got None"):
+    with pytest.raises(ConfigError, match="executor is a HydraExecutor, got None"):
         takes(None)

@@ -185,7 +185,7 @@ def test_tunes_table_has_columns_of_the_pool_also_for_a_trial_that_waits(classic
     trains, waits = sorted(rows, key=lambda row: "waits" in row)
     assert "spilled" in trains and re.search(r"waits .*\d\d:\d\d:\d\d .*0 ", waits), rows
     assert re.search("pool on .*: cpu:0 .*; .* waits for 6.0 MiB of host memory", table), table
-    last = printed[-1] + capsys.readouterr().out
+    last = re.split("Trial status:|== Status ==", "".join(printed) + capsys.readouterr().out)[-1]
     assert "waits" not in last and last.count("spilled") >= 2, "what its last result says"
 
 
